@@ -13,20 +13,22 @@ or folder, or `embedded`. Loading, sampling, rewards and log-probs are the train
 Every interval covers 95 %. What is resampled is problems, never single samples: the samples of one problem are alike.
 """
 
+import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
+import multiprocessing
 import os
+import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -155,14 +157,18 @@ PANELS = dict(reward="reward of the batch", accuracy="pass@1, held out", unclamp
 
 @dataclass
 class Reproduce:
-    """Train the embedded model anew in every way that the README's tables compare, and print the tables."""
+    """The paper's claims in miniature: train the embedded model in every way that they compare; tables, verdicts, a figure."""
 
-    only: tuple[Literal["modes", "gap", "sparse", "ablation"], ...] = ()
-    """Which tables. Default: all."""
-    seeds: int = 3
-    """Seeds of each run: 1, 2, …; the settings were tuned on others."""
+    only: tuple[Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "tuning"], ...] = ()
+    """Which experiments. Default: all but the tuning, whose results stand in eval.py."""
+    quick: bool = False
+    """The headline rows only, with two seeds."""
+    seeds: int = 5
+    """Seeds of each run: 1, 2, …; the settings were tuned on 101 and 102."""
     jobs: int | None = None
     """Runs at a time, each on one thread. Default: as many as there are cores."""
+    out: str | None = None
+    """Report, .md; the figure stands beside it. Default: evals/reproduce.md, with a number if that exists."""
 
 
 @dataclass
@@ -962,112 +968,378 @@ def picture_curves(groups: dict[str, list[dict[int, dict]]], panels: list[str], 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# reproduce: the README's tables, re-run on the embedded model
+# reproduce: the paper's claims, re-run on the embedded model
 # ----------------------------------------------------------------------------------------------------------------------
 
-WORSE, ONLINE = "--data embedded:worse", "--sample-every 1"
-
-
-def modes(seeds: list[int], measured: Callable) -> list[list[str]]:
-    """Every objective in every mode of sampling, with and without humanline; one seed each."""
-    rows = [["pass@1", "offline", "online", "every 64 steps"]]
-    for loss in ("grpo", "dpo", "kto"):
-        for name, switch in (("", "--no-humanline"), (" with humanline", "--humanline")):
-            found = [measured(f"--loss {loss} {switch} --sample-every {n}", seeds[:1]) for n in (0, 1, 64)]
-            gained = [(one["after"][0], one["after"][0] - one["before"][0]) for one in found]
-            rows.append([loss.upper() + name, *(f"{after:.3f} ({gain:+.3f})" for after, gain in gained)])
-    return rows
-
-
-def gap(seeds: list[int], measured: Callable) -> list[list[str]]:
-    """Offline data from a worse model: how much of the gap to online sampling (of the means) does humanline close?"""
-    rows = [["pass@1", "offline", "offline + humanline", "online", "humanline − offline, paired", "of the gap"]]
-    for loss in ("grpo", "dpo", "kto"):
-        offline, ours, online = (measured(f"--loss {loss} {how}", seeds)["after"] for how in
-                                 (f"{WORSE} --no-humanline", WORSE, f"{ONLINE} --no-humanline"))
-        gained = [b - a for a, b in zip(offline, ours)]
-        share = f"{np.mean(gained) / (np.mean(online) - np.mean(offline)):.0%}" if not math.isnan(gained[0]) else ""
-        rows.append([loss.upper(), *(spread(values) for values in (offline, ours, online)), spread(gained, sign="+"), share])
-    return rows
-
-
-def sparse(seeds: list[int], measured: Callable) -> list[list[str]]:
-    """GRPO sampled 64 times less often."""
-    rows = [["GRPO, samples drawn", "pass@1", "against every step", "seconds drawing"]]
-    cases = {"every step": f"--loss grpo {ONLINE} --no-humanline", "every 64 steps": "--no-humanline --sample-every 64",
-             "every 64 steps, with humanline": "--humanline --sample-every 64"}
-    found = {name: measured(flags, seeds) for name, flags in cases.items()}
-    for name, one in found.items():
-        against = [a - b for a, b in zip(one["after"], found["every step"]["after"])]
-        against = "–" if name == "every step" else spread(against, sign="+")
-        rows.append([name, spread(one["after"]), against, f"{np.mean(one['drawing']):.0f}"])
-    return rows
-
-
-def ablation(seeds: list[int], measured: Callable) -> list[list[str]]:
-    """Which part does it: the sync or the clip?"""
-    rows = [["pass@1, offline data of a worse model", "GRPO", "DPO", "KTO"]]
-    for name, flags in {"neither": "--no-humanline", "clip only": "--sync-k 0", "sync only": "--sync-k {} --perception none",
-                        "both": "--sync-k {}", "sync, rejection sampling": "--sync-k {} --perception sample"}.items():
-        found = [measured(f"--loss {loss} {WORSE} {flags.format(k)}", seeds)["after"]
-                 for loss, k in (("grpo", 24), ("dpo", 128), ("kto", 128))]
-        rows.append([name, *map(spread, found)])
-    return rows
-
-
-EXPERIMENTS = {"modes": modes, "gap": gap, "sparse": sparse, "ablation": ablation}
+LOSSES = ("grpo", "dpo", "kto")
+DATA = {"its own samples": "--data embedded", "a worse model's": "--data embedded:worse", "a better model's": "--data embedded:better"}
+WORSE, NEVER, ONLINE = DATA["a worse model's"], "--no-humanline", "--sample-every 1"
+# What `--only tuning` found best on seeds 101 and 102, before any reported seed was run.
+TUNED = {
+    "grpo": {"offline": "--lr 5e-4", "humanline": "--lr 5e-4 --sync-k 24", "online": "--lr 5e-4", "both": "--lr 5e-4 --sync-k 24"},
+    "dpo": {"offline": "--lr 5e-4", "humanline": "--lr 5e-4 --sync-k 128", "online": "--lr 5e-4", "both": "--lr 5e-4 --sync-k 128"},
+    "kto": {"offline": "--lr 5e-4", "humanline": "--lr 5e-4 --sync-k 0", "online": "--lr 5e-4", "both": "--lr 5e-4 --sync-k 0"},
+}
+TRUST = {"grpo": "--lr 5e-4 --sync-k 24", "dpo": "--lr 5e-4 --sync-k 128", "kto": "--lr 5e-4 --sync-k 128"}  # a sync without a clip
+GRID = {"grpo": (8, 24, 64), "dpo": (0, 64, 128), "kto": (0, 64, 128)}  # k, tried with each learning rate
+SYNCED = {"grpo": 24, "dpo": 128, "kto": 128}  # k of the ablation's rows with a sync
+SURVEYED = ("5e-5", "2e-4", "5e-4")  # learning rates of the survey of k and drift
+LONG_SYNC = "--sync-k 24"
+LONG = "--model embedded:long --steps 192 --batch-size 16 --lr 5e-4"
 # The 97.5 % point of Student's t, by the number of seeds.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
-def spread(values: list[float], digits: int = 3, sign: str = "") -> str:
+class Runs:
+    """The runs that the experiments compare, by their flags. What has not been trained yet is noted, and answers with NaN."""
+
+    def __init__(self, seeds: list[int], known: dict[str, dict]):
+        self.seeds, self.known, self.wanted = seeds, known, {}
+
+    def __call__(self, flags: str, what: str = "after") -> np.ndarray:
+        """One number per seed: pass@1 `before`, `after` or at `step N`; or seconds, `drawing` or `training`."""
+        return np.array([self.lookup(f"{flags} --seed {seed}").get(what, math.nan) for seed in self.seeds])
+
+    def lookup(self, flags: str) -> dict:
+        self.wanted[flags] = None
+        return self.known.get(flags, {})
+
+    def variant(self, loss: str, variant: str, data: str = "", more: str = "") -> str:
+        """The flags of a tuned variant: offline, humanline (offline too), online, or both."""
+        switches = {"offline": f"{data} {NEVER}", "humanline": data, "online": f"{ONLINE} {NEVER}", "both": ONLINE}
+        return " ".join(f"--loss {loss} {switches[variant]} {TUNED[loss][variant]} {more}".split())
+
+
+def half(values: np.ndarray) -> float:
+    """Half of the 95 % interval of a mean over seeds, by Student's t."""
+    return STUDENT.get(len(values), 1.96) * np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def spread(values: np.ndarray, digits: int = 3, sign: str = "") -> str:
     """Mean ± half of the 95 % interval over seeds."""
-    half = STUDENT.get(len(values), 1.96) * np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{np.mean(values):{sign}.{digits}f}" + (f" ± {half:.{digits}f}" if len(values) > 1 else "")
+    return f"{np.mean(values):{sign}.{digits}f}" + (f" ± {half(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def closed(offline: np.ndarray, ours: np.ndarray, online: np.ndarray) -> tuple[float, float, float]:
+    """The share of the gap from `offline` to `online` that `ours` closes, and its 95 % interval, paired by seed.
+
+    A ratio of two means: the interval is Fieller's (1954), without an end where the gap itself may be 0.
+    """
+    gained, gap = ours - offline, online - offline
+    x, y = gained.mean(), gap.mean()
+    if len(gap) < 2 or np.isnan(x + y):
+        return x / y if y else math.nan, -math.inf, math.inf
+    (xx, xy), (_, yy) = np.cov(gained, gap) * STUDENT.get(len(gap), 1.96) ** 2 / len(gap)
+    a, b, c = y * y - yy, x * y - xy, x * x - xx
+    if a <= 0:
+        return x / y, -math.inf, math.inf
+    root = math.sqrt(max(0.0, b * b - a * c))
+    return x / y, (b - root) / a, (b + root) / a
+
+
+def show_share(share: tuple[float, float, float]) -> str:
+    estimate, low, high = share
+    return f"{estimate:.0%} [{low:.0%}, {high:.0%}]" if math.isfinite(low) else f"{estimate:.0%} [the gap may be 0]"
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def holds(condition: Any, claim: str, undecided: Any = False) -> str:
+    """A verdict on a claim."""
+    return f"- **{'holds' if condition else 'not decided' if undecided else 'does not hold'}**: {claim}"
+
+
+def gap(runs: Runs) -> list[str]:
+    """Figure 1 and Table 1: does humanline close the gap between offline and online?"""
+    rows = [["pass@1", "completions of", "offline", "offline + humanline", "online", "online + humanline",
+             "humanline − offline, paired", "of the gap"]]
+    verdicts = []
+    for loss, least, excluded in (("grpo", 0.8, 0.4), ("dpo", 0.7, 0.3), ("kto", 0.7, 0.3)):
+        online, both = runs(runs.variant(loss, "online")), runs(runs.variant(loss, "both"))
+        for name, data in DATA.items() if not runs.quick else [("a worse model's", WORSE)]:
+            offline, ours = runs(runs.variant(loss, "offline", data)), runs(runs.variant(loss, "humanline", data))
+            share = closed(offline, ours, online)
+            rows.append([loss.upper(), name, *map(spread, (offline, ours, online, both)), spread(ours - offline, sign="+"),
+                         show_share(share)])
+            if data == WORSE:
+                claim = f"{loss.upper()}, a worse model's data: humanline closes {show_share(share)} of the gap"
+                verdicts.append(holds(share[0] >= least and share[1] > excluded, f"{claim} (asked: {least:.0%}, the interval "
+                                      f"above {excluded:.0%})", undecided=share[2] > least))
+    return [markdown(rows), *verdicts]
+
+
+def sparse(runs: Runs) -> list[str]:
+    """Samples drawn 64 times less often."""
+    rows = [["GRPO, samples drawn", "after 64 steps", "128", "192", "256", "against every step, paired", "seconds, of which drawing"]]
+    every = runs.variant("grpo", "online")
+    cases = {"every step": every, "every 64 steps": every.replace(ONLINE, "--sample-every 64"),
+             "every 64 steps, humanline": runs.variant("grpo", "humanline", "--sample-every 64")}
+    for name, flags in cases.items():
+        curve = [spread(runs(flags, f"step {step}")) for step in (64, 128, 192, 256)]
+        seconds = f"{np.mean(runs(flags, 'training')):.0f}, {np.mean(runs(flags, 'drawing')):.0f}"
+        rows.append([name, *curve, spread(runs(flags) - runs(every), sign="+") if flags != every else "–", seconds])
+    online, plain, ours = (runs(flags) for flags in cases.values())
+    against = ours - online
+    ratio = np.mean(runs(every, "training")) / np.mean(runs(cases["every 64 steps, humanline"], "training"))
+    return [markdown(rows),
+            holds(np.mean(against) + half(against) >= 0, f"every 64 steps with humanline against every step: {spread(against, sign='+')}; "
+                  f"{ratio:.1f} times less wall-clock time for the same number of steps"),
+            holds(np.mean(plain) < min(np.mean(online), np.mean(ours)), "plain GRPO every 64 steps lies below both: "
+                  f"{spread(plain - online, sign='+')} and {spread(plain - ours, sign='+')}, paired")]
+
+
+def syncing(runs: Runs) -> list[str]:
+    """k and drift: how often to sync, over a tenfold range of the learning rate, on stale and on fresh data."""
+    rows, shares = [["GRPO, a worse model's data", *(f"lr {lr}" for lr in SURVEYED)]], {}
+    at = lambda lr, how: f"--loss grpo {how} --lr {lr}"
+    ends = {lr: (runs(at(lr, f"{WORSE} {NEVER}")), runs(at(lr, f"{ONLINE} {NEVER}"))) for lr in SURVEYED}
+    for end, name in enumerate(("offline", "online")):
+        rows.append([name, *(spread(ends[lr][end]) for lr in SURVEYED)])
+    settings = {"never": "--sync-k 0"} | {f"k = {k}": f"--sync-k {k}" for k in (64, 48, 24, 12, 8, 4, 2, 1)}
+    settings |= {f"drift {tau}": f"--sync-drift {tau}" for tau in ("0.8", "0.4", "0.2", "0.1", "0.03")}
+    for name, how in settings.items():
+        found = {lr: runs(at(lr, f"{WORSE} {how}")) for lr in SURVEYED}
+        shares[name] = [closed(ends[lr][0], found[lr], ends[lr][1])[0] for lr in SURVEYED]
+        rows.append([name, *(f"{spread(found[lr])} ({share:.0%})" for lr, share in zip(SURVEYED, shares[name]))])
+    best = lambda kind: max((name for name in shares if name.startswith(kind)), key=lambda name: min(shares[name]), default="")
+    k, tau = best("k = "), best("drift")
+    verdict = holds(min(shares[tau]) >= 0.7 > min(shares[k]), f"one τ serves every lr where no k does: the best, {tau}, closes at least "
+                    f"{min(shares[tau]):.0%} of the gap at each lr, and {k}, the best of the k, at least {min(shares[k]):.0%}")
+    fresh = [["GRPO, samples drawn every step", "lr 2e-4"], ["reference set to the policy at each drawing", spread(runs(at("2e-4", f"{ONLINE} {NEVER}")))]]
+    for name, how in {"k = 1": "--sync-k 1", "k = 8": "--sync-k 8", "k = 64": "--sync-k 64", "drift 0.1": "--sync-drift 0.1"}.items():
+        fresh.append([f"humanline, {name}", spread(runs(at("2e-4", f"{ONLINE} {how}")))])
+    return [markdown(rows), "In brackets the share of the gap at that learning rate.", verdict, markdown(fresh), *collapses(runs)]
+
+
+def collapses(runs: Runs) -> list[str]:
+    """Does the trainer's warning come before a collapse, and only then?"""
+    found = [run for run in map(runs.lookup, list(runs.wanted)) if run.get("warned") is not None or run.get("after")]
+    fallen = [run for run in found if run["after"] < run["before"] - 0.05 or run["after"] < run["best"] - 0.1]
+    early = [run for run in fallen if run["warned"] and run["warned"] <= run["best_step"] + 64]
+    false = [run for run in found if run["warned"] and run not in fallen]
+    return [f"Of these runs {len(fallen)} collapsed (ended 0.05 below the start, or 0.1 below their best); the trainer warned in "
+            f"{sum(bool(run['warned']) for run in fallen)} of them, in {len(early)} within 64 steps of their best evaluation; and it "
+            f"warned in {len(false)} of the {len(found) - len(fallen)} others."]
+
+
+def ablation(runs: Runs) -> list[str]:
+    """Which part does it: the sync or the clip, and which clip?"""
+    rows = [["offline data of a worse model"] + [loss.upper() for loss in LOSSES]]
+    settings = {
+        "neither": NEVER, "clip only": "--sync-k 0", "sync only (a trust region)": "--sync-k {k} --perception none",
+        "sync and clip": "--sync-k {k}", "sync and rejection sampling": "--sync-k {k} --perception sample",
+        "sync, tuned for no clip": "{trust} --perception none", "soft sync and clip": "--sync-k {soft} --sync-alpha 0.5",
+        "clip to ±0.5": "--sync-k {k} --log-eps-p -0.5 --log-eps-r 0.5", "clip to ±3": "--sync-k {k} --log-eps-p -3 --log-eps-r 3",
+        "clip to [−0.5, 1.5]": "--sync-k {k} --log-eps-p -0.5", "clip to [−1.5, 0.5]": "--sync-k {k} --log-eps-r 0.5"}
+    found = {}
+    for name, flags in settings.items():
+        for loss in LOSSES:
+            k, lr = SYNCED[loss], re.search(r"--lr \S+", TUNED[loss]["humanline"]).group()
+            flags_of_loss = flags.format(k=k, soft=max(1, k // 2), trust=TRUST[loss])
+            found[name, loss] = runs(f"--loss {loss} {WORSE} {flags_of_loss}" + (f" {lr}" if "--lr" not in flags_of_loss else ""))
+        rows.append([name] + [spread(found[name, loss]) for loss in LOSSES])
+    verdicts = []
+    for loss in LOSSES:
+        sync, clip = (found[name, loss] - found["neither", loss] for name in ("sync only (a trust region)", "clip only"))
+        verdicts.append(holds(np.mean(sync) > np.mean(clip), f"{loss.upper()}: syncing gives most of the gain (sync only "
+                              f"{spread(sync, sign='+')}, clip only {spread(clip, sign='+')}, paired)",
+                              undecided=abs(np.mean(sync - clip)) < half(sync - clip)))
+    return [markdown(rows), *verdicts]
+
+
+def betas(runs: Runs) -> list[str]:
+    """DPO and KTO at other β."""
+    rows = [["offline data of a worse model", *(f"β = {beta}" for beta in (0.03, 0.1, 0.3))]]
+    for loss in ("dpo", "kto"):
+        for variant, name in (("offline", ""), ("humanline", " + humanline")):
+            more = ["--beta 0.03", "", "--beta 0.3"]
+            rows.append([loss.upper() + name, *(spread(runs(runs.variant(loss, variant, WORSE, beta))) for beta in more)])
+    return [markdown(rows)]
+
+
+def quality(runs: Runs) -> list[str]:
+    """Does the mean token log-prob of offline data predict how well offline + humanline does?"""
+    rows = [["GRPO with humanline, quartile by mean token log-prob", "nats/token", "samples of the worse, the base, the better", "pass@1"]]
+    means, after = [], []
+    for number, (path, mean, origins) in enumerate(runs.quartiles, 1):
+        found = runs(runs.variant("grpo", "humanline", f"--data {shlex.quote(path)} --eval-data embedded:test"))
+        means, after = [*means, mean], [*after, found]
+        rows.append([f"{number}, the {('least likely', 'second', 'third', 'likeliest')[number - 1]}", f"{mean:.2f}",
+                     " ".join(f"{share:.0%}" for share in origins), spread(found)])
+    slope = np.polyfit(means, np.array(after), 1)[0] if means else np.array([math.nan])
+    return [markdown(rows), holds(np.mean(slope) - half(slope) > 0, f"likelier data is better data: {spread(slope, sign='+')} of pass@1 "
+                                  f"per nat", undecided=np.mean(slope) + half(slope) > 0)]
+
+
+def long(runs: Runs) -> list[str]:
+    """A longer task: sums of six digits with every partial sum written down, some 40 tokens."""
+    cases = {"offline, a worse model's": f"--data embedded:long-worse {NEVER}", "offline, a worse model's, humanline": "--data embedded:long-worse {}",
+             "offline, own samples": f"--data embedded:long {NEVER}", "offline, own samples, humanline": "--data embedded:long {}",
+             "online": f"--data embedded:long {ONLINE} {NEVER}", "every 64 steps": f"--data embedded:long --sample-every 64 {NEVER}",
+             "every 64 steps, humanline": "--data embedded:long --sample-every 64 {}"}
+    found = {name: f"--loss grpo {LONG} " + (flags.format(LONG_SYNC)) for name, flags in cases.items()}
+    rows = [["GRPO, whole computation right", "after 64 steps", "128", "192", "seconds, of which drawing"]]
+    for name, flags in found.items():
+        seconds = f"{np.mean(runs(flags, 'training')):.0f}, {np.mean(runs(flags, 'drawing')):.0f}"
+        rows.append([name, *(spread(runs(flags, f"step {step}")) for step in (64, 128, 192)), seconds])
+    online = runs(found["online"])
+    share = closed(runs(found["offline, a worse model's"]), runs(found["offline, a worse model's, humanline"]), online)
+    against = runs(found["every 64 steps, humanline"]) - online
+    ratio = np.mean(runs(found["online"], "training")) / np.mean(runs(found["offline, own samples, humanline"], "training"))
+    return [markdown(rows),
+            holds(share[0] >= 0.8 and share[1] > 0.4, f"offline + humanline closes {show_share(share)} of the gap", undecided=share[2] > 0.8),
+            holds(np.mean(against) + half(against) >= 0, f"every 64 steps with humanline against every step: {spread(against, sign='+')}"),
+            f"- The same number of steps takes online {ratio:.1f} times as long as offline with humanline."]
+
+
+def tuning(runs: Runs) -> list[str]:
+    """Learning rate, gradient norm and k of each variant, on seeds that no other experiment uses."""
+    rows = [["on a worse model's data", "flags, best first", "pass@1"]]
+    for loss in LOSSES:
+        for variant, switch in {"offline": f"{WORSE} {NEVER}", "humanline": WORSE, "online": f"{ONLINE} {NEVER}", "both": ONLINE,
+                                "trust": f"{WORSE} --perception none"}.items():
+            syncs = [f"--sync-k {k}" for k in GRID[loss]] if variant in ("humanline", "trust", "both") else [""]
+            tried = {}
+            for lr, sync in itertools.product(("1e-4", "2.5e-4", "5e-4", "1e-3"), syncs):
+                tried[f"--lr {lr} {sync}".strip()] = runs(f"--loss {loss} {switch} --lr {lr} {sync}".strip())
+            best = max(tried, key=lambda flags: np.nan_to_num(tried[flags].mean()))
+            for norm in ("0.25", "4"):
+                flags = f"{best} --max-grad-norm {norm}"
+                tried[flags] = runs(f"--loss {loss} {switch} {flags}")
+            for flags in sorted(tried, key=lambda flags: -np.nan_to_num(tried[flags].mean()))[:4]:
+                rows.append([f"{loss.upper()}, {variant}", f"`{flags}`", " ".join(f"{value:.3f}" for value in tried[flags])])
+    return [markdown(rows)]
+
+
+EXPERIMENTS = dict(gap=gap, sparse=sparse, long=long, syncing=syncing, ablation=ablation, betas=betas, quality=quality)
+QUICK = ("gap", "sparse")
+
+
+def quartiles(home: Path) -> list[tuple[str, float, list[float]]]:
+    """All offline completions that differ in score within their group, in four files by mean token log-prob under the base.
+
+    Returns for each file its path, the mean of its groups' mean token log-probs, and how much of it each model drew.
+    """
+    index = home / "quartiles.json"
+    if not index.exists():
+        sampler, groups = load("embedded", humanline.parse_config([]), scored=False), []
+        for origin, name in enumerate(("embedded:worse", "embedded", "embedded:better")):
+            rows = [row for row in humanline.read_rows(name, sampler.config, "--data") if len(set(row.scores)) > 1]
+            scored = token_logps(sampler, encode(sampler, rows, offline=True))
+            groups += [(float(np.concatenate(one).mean()), origin, row.fields) for one, row in zip(scored, rows)]
+        groups.sort(key=lambda group: group[0])
+        found = []
+        for number, part in enumerate(np.array_split(np.arange(len(groups)), 4), 1):
+            path, members = home / f"quartile-{number}.jsonl", [groups[i] for i in part]
+            write(path, json_lines(fields for _, _, fields in members))
+            found.append((str(path), float(np.mean([mean for mean, *_ in members])),
+                          [float(np.mean([origin == i for _, origin, _ in members])) for i in range(3)]))
+        write(index, json.dumps(found))
+    return [tuple(one) for one in json.loads(index.read_text())]
+
+
+def run_file(flags: str, home: Path) -> Path:
+    """Where the cache keeps what came out of a run; another version of the code or of torch has another place."""
+    code = (Path(humanline.__file__).read_text() + torch.__version__ + flags).encode()
+    return home / f"{hashlib.sha256(code).hexdigest()[:16]}.json"
 
 
 def train_once(flags: str, home: Path) -> dict:
-    """A run of humanline.py on one thread, or what the cache knows of it: pass@1 before and after, seconds spent drawing."""
-    code = (Path(humanline.__file__).read_text() + torch.__version__ + flags).encode()
-    path = home / f"{hashlib.sha256(code).hexdigest()[:16]}.json"
+    """A run of humanline.py, or what the cache knows of it: pass@1 before, after and at some steps; seconds; the warning's step."""
+    path = run_file(flags, home)
     if not path.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, humanline.__file__, *shlex.split(flags), "--out", f"{folder}/run"]
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            if done.returncode:
-                raise UserError(f"humanline.py {flags}: {done.stderr.strip().splitlines()[-1]}")
+        with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            config = humanline.parse_config([*shlex.split(flags), "--out", f"{folder}/run"])
+            if humanline.train(config)["stopped"]:
+                raise UserError("interrupted; the same command goes on where it was")
             lines = humanline.read_metrics(Path(folder, "run", "metrics.jsonl"))
-        drawing = sum(line["sample_seconds"] for line in lines)
-        found = dict(flags=flags, before=lines[0]["accuracy_before"], after=lines[-1]["accuracy"], drawing=drawing)
-        write(path, json.dumps(found))
+        curve = {line["step"]: line["accuracy"] for line in lines if "accuracy" in line}
+        kept = ("drift", "unclamped", "kl", "grad_norm", "logp", "logp_wanted", "reward_margin")
+        found = dict(flags=flags, before=lines[0]["accuracy_before"], after=lines[-1]["accuracy"], best=max(curve.values()),
+                     best_step=max(curve, key=curve.get), drawing=sum(line["sample_seconds"] for line in lines),
+                     training=sum(line["step_seconds"] for line in lines), warned=None,
+                     metrics={name: [float(f"{line[name]:.4g}") for line in lines] for name in kept if name in lines[0]})
+        write(path.with_suffix(".new"), json.dumps(found | {f"step {step}": value for step, value in curve.items()}))
+        path.with_suffix(".new").rename(path)
     return json.loads(path.read_text())
 
 
+def train_all(wanted: list[str], home: Path, jobs: int | None) -> dict[str, dict]:
+    """What came out of the wanted runs, by their flags; those that the cache lacks are trained, each on one thread."""
+    missing = [run for run in wanted if not run_file(run, home).exists()]
+    if missing:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs or os.cpu_count(), spawn, torch.set_num_threads, (1,)) as pool:
+            asked = [pool.submit(train_once, run, home) for run in missing]
+            try:
+                for done in tqdm(as_completed(asked), total=len(asked), unit="run", disable=False):
+                    done.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    return {run: train_once(run, home) for run in wanted}
+
+
 def reproduce(flags: Reproduce) -> None:
-    """Train what the experiments need, some at a time, and print their tables."""
-    sources = ("embedded", "embedded:worse", "embedded:test")
+    """Train what the experiments need, some at a time, and write the report."""
+    out = new_file(flags.out, (".md",), "reproduce.md")
+    os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
+    experiments, chosen = EXPERIMENTS | {"tuning": tuning}, flags.only or (QUICK if flags.quick else tuple(EXPERIMENTS))
+    sources = ["embedded", "embedded:worse", "embedded:better", "embedded:test"]
+    sources += ["embedded:long", "embedded:long-worse", "embedded:long-test"] if "long" in chosen else []
     home = [Path(humanline.embedded(source, "data")).parents[1] / "runs" for source in sources][0]  # made once, before many ask
     home.mkdir(exist_ok=True)
-    seeds = list(range(1, 1 + flags.seeds))
-    wanted: dict[str, None] = {}
+    seeds = [101, 102] if "tuning" in chosen else list(range(1, 1 + (2 if flags.quick else flags.seeds)))
+    known: dict[str, dict] = {}
+    while True:  # what was found may ask for more, as the tuning does
+        runs = Runs(seeds, known)
+        runs.quick, runs.quartiles = flags.quick, quartiles(home) if "quality" in chosen else []
+        report = {name: experiments[name](runs) for name in chosen}
+        if runs.wanted.keys() <= known.keys():
+            break
+        known = train_all(list(runs.wanted), home, flags.jobs)
+    text = [f"# humanline, re-run\n\n`python eval.py reproduce{' --quick' if flags.quick else ''}`: {len(runs.wanted)} runs, "
+            f"seeds {seeds[0]} to {seeds[-1]}. Mean ± half of the 95 % interval over seeds; differences are paired by seed. "
+            f"{sum(line.startswith('- **') for lines in report.values() for line in lines)} verdicts, not corrected for their number."]
+    for name, lines in report.items():
+        text.append(f"## {experiments[name].__doc__.rstrip('.')}\n\n" + "\n\n".join(lines).replace("\n\n- ", "\n- "))
+    write(out, "\n\n".join(text) + "\n")
+    print("\n\n".join(text))
+    print(f"\nreport: {out}; the runs are kept in {home}")
+    if {"gap", "sparse", "syncing"} <= set(chosen):
+        picture_report(runs, out.with_suffix(".png"))
 
-    def collect(run: str, seeds: list[int]) -> dict[str, list[float]]:
-        wanted.update((f"{run} --seed {seed}", None) for seed in seeds)
-        return dict.fromkeys(("before", "after", "drawing"), [math.nan] * len(seeds))
 
-    def measured(run: str, seeds: list[int]) -> dict[str, list[float]]:
-        return {key: [known[f"{run} --seed {seed}"][key] for seed in seeds] for key in ("before", "after", "drawing")}
-
-    chosen = {name: EXPERIMENTS[name] for name in flags.only or EXPERIMENTS}
-    for experiment in chosen.values():
-        experiment(seeds, collect)
-    with ThreadPoolExecutor(flags.jobs or os.cpu_count()) as pool:
-        runs = list(tqdm(pool.map(functools.partial(train_once, home=home), wanted), total=len(wanted), unit="run"))
-    known = dict(zip(wanted, runs))
-    for experiment in chosen.values():
-        print(f"\n{experiment.__doc__}\n\n{table(experiment(seeds, measured))}")
-    print(f"\nSeeds 1 to {flags.seeds}; mean ± half of the 95 % interval over seeds; {len(wanted)} runs, kept in {home}")
+def picture_report(runs: Runs, path: Path) -> None:
+    """The claims at a glance: the gap, sparse sampling, and how often to sync."""
+    figure, (left, middle, right) = new_figure(3.4, 1, 3)
+    for i, (variant, label) in enumerate({"offline": "offline", "humanline": "offline + humanline", "online": "online"}.items()):
+        for x, loss in enumerate(LOSSES):
+            values = runs(runs.variant(loss, variant, WORSE if variant != "online" else ""))
+            at = x + (i - 1) * 0.26
+            left.bar(at, values.mean(), 0.24, color=OKABE_ITO[i], label=label if x == 0 else None)
+            left.plot([at] * len(values), values, "o", color="black", markersize=2)
+    left.axhline(runs(runs.variant("grpo", "online"), "before").mean(), color=GREY, linestyle=":")
+    left.set(title="a worse model's data", xticks=range(3), xticklabels=[loss.upper() for loss in LOSSES], ylim=(0.3, 1), ylabel="pass@1")
+    every = runs.variant("grpo", "online")
+    for flags, colour, dash in ((every, 2, "-"), (every.replace(ONLINE, "--sample-every 64"), 0, "--"),
+                                (runs.variant("grpo", "humanline", "--sample-every 64"), 1, "-")):
+        steps = (64, 128, 192, 256)
+        values = np.array([runs(flags, "before")] + [runs(flags, f"step {step}") for step in steps])
+        middle.plot((0, *steps), values.mean(1), dash, color=OKABE_ITO[colour], marker="o", markersize=3)
+        middle.fill_between((0, *steps), values.min(1), values.max(1), color=OKABE_ITO[colour], alpha=0.15, linewidth=0)
+    middle.set(title="GRPO, drawn every 64 steps", xlabel="steps", ylim=(0.3, 1))
+    taus = ("0.03", "0.1", "0.2", "0.4", "0.8")
+    for lr, colour in zip(SURVEYED, (3, 4, 5)):
+        values = [runs(f"--loss grpo {WORSE} --sync-drift {tau} --lr {lr}").mean() for tau in taus]
+        right.plot(list(map(float, taus)), values, color=OKABE_ITO[colour], marker="o", markersize=3, label=f"lr {lr}")
+    right.set(title="GRPO, sync at a drift of", xlabel="τ, nats per token", xscale="log", ylim=(0.3, 1))
+    right.legend(frameon=False, fontsize=8)
+    save(figure, path, left)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -165,7 +165,8 @@ class Config:
     """A Hugging Face name or folder; `embedded` is a tiny model that is built on first use and cached."""
     data: tuple[str, ...] = ("embedded",)
     """Rows to train on: sources NAME[:[CONFIG:]SPLIT][=PASSES]. NAME: a .jsonl, .json, .csv or .parquet file, a hub name, or
-    `embedded` or `embedded:worse`, samples of the tiny or a worse model. PASSES (1): how often its rows come in one pass."""
+    `embedded`, `embedded:worse` or `embedded:better`, samples of the tiny or another model. PASSES (1): how often its rows
+    come in one pass."""
     limit: int | None = None
     """Read only this many rows of each source."""
     eval_data: str | None = None
@@ -199,6 +200,8 @@ class Config:
     humanline 0."""
     sync_drift: float | None = None
     """Instead of a fixed k, sync as soon as a step's drift (mean |log-ratio| per token, in nats) passes this."""
+    sync_alpha: float = 1.0
+    """A soft sync: the reference moves only this fraction of the way to the policy. Below 1 it needs a copy."""
     perception: Literal["clip", "sample", "none"] | None = None
     """How the token log-ratio is distorted before the loss sees it. Default: clip with humanline, else none."""
     log_eps_p: float = -1.5
@@ -363,6 +366,8 @@ def parse_config(argv: list[str]) -> Config:
     defaults = dict(EMBEDDED_DEFAULTS if is_embedded else OTHER_DEFAULTS, perception="clip" if config.humanline else "none")
     if is_embedded and all(source_name(name) == "embedded" for name in config.data):
         defaults["eval_data"] = "embedded:test"
+        if config.model.startswith("embedded:long"):
+            defaults |= dict(eval_data="embedded:long-test", max_new_tokens=48)
     if not config.humanline or config.sync_drift is not None:
         defaults["sync_k"] = 0
     defaults = {name: value[config.loss] if isinstance(value, dict) else value for name, value in defaults.items()}
@@ -382,7 +387,7 @@ def check_config(config: Config) -> None:
         ("be above 0", lambda value: 0 < value < math.inf, "sync_drift gamma_p gamma_r beta_p beta_r beta desirable_weight "
          "undesirable_weight epsilon temperature lr adam_eps max_grad_norm reward_seconds"),
         ("lie from 0 to 1", lambda value: 0 <= value <= 1, "warmup"),
-        ("lie from 1e-09 to 1", lambda value: 1e-9 <= value <= 1, "top_p"),
+        ("lie from 1e-09 to 1", lambda value: 1e-9 <= value <= 1, "top_p sync_alpha"),
         ("lie from -1e+300 to 1e+300", lambda value: abs(value) <= 1e300, "reward_failed"),
     ):
         for name in names.split():
@@ -1561,8 +1566,10 @@ class Reference:
         self.syncs = bool(config.sync_k or config.sync_drift)
         require(config.ref != "lookahead" or not config.sync_drift,
                 "--ref lookahead must know when the next sync comes, and --sync-drift does not; use --ref copy")
+        require(config.ref != "lookahead" or config.sync_alpha == 1,
+                "--ref lookahead takes the policy for the reference, and --sync-alpha below 1 a mixture; use --ref copy")
         # A drift is not known beforehand, and with a drawing every step each sync would put the weights aside.
-        better = config.sync_drift or (self.syncs and config.sample_every == 1)
+        better = config.sync_drift or config.sync_alpha < 1 or (self.syncs and config.sample_every == 1)
         copied = config.ref == "copy" or (config.ref == "auto" and better)
         self.model = load_policy(config, policy.device)[0].requires_grad_(False) if copied else None
         self.kept: list[Tensor] | None = None
@@ -1595,7 +1602,8 @@ class Reference:
         """π_ref ← π_θ, for the steps after `step`."""
         if self.model is not None:
             with torch.no_grad():
-                torch._foreach_copy_(list(self.model.parameters()), list(self.policy.parameters()))
+                for own, new in zip(self.model.parameters(), self.policy.parameters()):
+                    own.lerp_(new, self.config.sync_alpha) if self.config.sync_alpha < 1 else own.copy_(new)
             return
         drawn = self.data.drawn_until if self.config.sample_every else self.config.steps
         self.until = self.config.steps if self.syncs else drawn
@@ -1700,9 +1708,13 @@ def forward_backward(policy: Module, batch: Batch, config: Config) -> dict[str, 
             smaller = f"from here on --microbatch-tokens {config.microbatch_tokens}, which changes no result"
             warn(f"step {batch.step}: out of memory; {smaller}")
             policy.zero_grad()
-    loss, margin, *sums = add_up(totals).tolist()
+    loss, margin, *sums, moved, wanted_moved = add_up(totals).tolist()
     report = dict(loss=loss, tokens=counts["tokens"])
     report |= {name: total / max(1, counts["tokens"]) for name, total in zip(("unclamped", "drift", "kl"), sums)}
+    refs, wanted_refs = (torch.cat([one.ref for one in batch.sequences if one.signal > least] or [torch.zeros(0)])
+                         for least in (-math.inf, 0))  # log π_θ = log π_ref + d
+    report["logp"] = (float(refs.sum()) + moved) / max(1, len(refs))
+    report["logp_wanted"] = (float(wanted_refs.sum()) + wanted_moved) / len(wanted_refs) if len(wanted_refs) else None
     report |= dict(reward=batch.reward, reward_margin=margin if config.loss != "grpo" else None)
     report |= dict(z0=float(z0) if z0 is not None else None)
     return {name: value for name, value in report.items() if value is not None}
@@ -1711,9 +1723,9 @@ def forward_backward(policy: Module, batch: Batch, config: Config) -> dict[str, 
 def accumulate(policy: Module, batch: Batch, z0: Tensor | None, counts: dict[str, int], config: Config) -> Tensor:
     """Forward and backward of this rank's microbatches, then the sum of all ranks' gradients.
 
-    Returns this rank's (5,) sums: loss, reward margin, tokens let through, |d|, KL.
+    Returns this rank's (7,) sums: loss, reward margin, tokens let through, |d|, KL, d, and d of wanted completions.
     """
-    totals = torch.zeros(5, dtype=torch.float64, device=policy.device)
+    totals = torch.zeros(7, dtype=torch.float64, device=policy.device)
     for microbatch in cut(batch.sequences, config):
         d, mask = log_ratios(policy, microbatch, config)
         seen, through = perceive(d, microbatch, config)
@@ -1721,7 +1733,8 @@ def accumulate(policy: Module, batch: Batch, z0: Tensor | None, counts: dict[str
         loss, margin = batch_loss(d, seen, mask, signals, z0, counts, config) if microbatch else (d.sum(), signals.sum())
         (loss * world_size() if config.shard else loss).backward()  # FSDP takes the ranks' mean
         with torch.no_grad():
-            totals += torch.stack([loss, margin, (through & mask).sum(), d.abs().sum(), token_kl(d).sum()]).double()
+            sums = loss, margin, (through & mask).sum(), d.abs().sum(), token_kl(d).sum(), d.sum(), d[signals > 0].sum()
+            totals += torch.stack(sums).double()
     for p in policy.parameters():
         p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
     if world_size() > 1 and not config.shard:  # FSDP has added them up in its backward pass
@@ -2193,7 +2206,10 @@ def describe(config: Config, policy: Module, groups: list[Group], reference: Ref
 # ---------- The embedded default --------------------------------------------------------------------------------------
 # A tiny model that was taught two-digit additions by a demonstrator who is wrong too often.
 
-EMBEDDED = dict(seed=0, steps=480, batch=384, base_errs=0.4, worse_errs=0.8, worse_steps=120, held_out=500, group=8)
+EMBEDDED = dict(seed=0, held_out=500, group=8, slips=(-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20))
+LESSONS = {  # how often the demonstrator errs, at each partial sum; how many lessons, of how many demonstrations; learning rate
+    "base": (0.4, 480, 384, 2e-2), "worse": (0.8, 120, 384, 2e-3), "better": (0.15, 120, 384, 2e-3),
+    "long": (0.1, 560, 128, 2e-2), "long-worse": (0.3, 120, 128, 2e-3)}
 CHAT_TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
                  "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
                  "{% if add_generation_prompt %}<|assistant|>{% endif %}")
@@ -2202,16 +2218,17 @@ CHAT_TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|{{ message['role
 def embedded(name: str, kind: Literal["model", "data"]) -> str:
     """The path behind `embedded[:PART]`, an ordinary folder or file in the user's cache, made on first use.
 
-    Models: `embedded` (the base) and `embedded:worse`. Data, one row per prompt with its answer: `embedded` with scored
-    samples of the base, `embedded:worse` with the worse model's, `embedded:test` with held-out prompts and no samples.
+    Models: `embedded` (the base), `embedded:worse` and `embedded:better`, which saw other demonstrators afterwards; and for
+    sums of six digits, partial sums written down, `embedded:long` and `embedded:long-worse`. Data, one row per prompt with
+    its answer: under the same names with scored samples of these; `embedded:test`, `embedded:long-test`: held out, without.
     """
     part = name.partition(":")[2] or "base"
-    parts = dict(model=("base", "worse"), data=("base", "worse", "test"))[kind]
+    parts = dict(model=(*LESSONS,), data=(*LESSONS, "test", "long-test"))[kind]
     if part not in parts:
         raise UserError(f"--{kind} {name}: no such part; there are {', '.join(f'embedded:{known}' for known in parts)}")
     # The key covers the recipe and the code that follows it, so that a stale cache is never taken for a fresh one.
-    code = (embedded_tokenizer, additions, teach, make_model, make_data, sample, Sampler)
-    recipe = [EMBEDDED, CHAT_TEMPLATE, *map(inspect.getsource, code)]
+    code = (embedded_tokenizer, demonstrate, additions, teach, make_model, make_data, sample, Sampler)
+    recipe = [EMBEDDED, LESSONS, CHAT_TEMPLATE, *map(inspect.getsource, code)]
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
     home = os.environ.get("HUMANLINE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "humanline")
     folder = Path(home, f"embedded-{key}", f"{kind}-{part}")
@@ -2237,30 +2254,43 @@ def embedded_tokenizer() -> Any:
         additional_special_tokens=special[4:], chat_template=CHAT_TEMPLATE)
 
 
-def additions() -> tuple[list[dict], list[dict]]:
-    """All sums of two two-digit numbers, as rows to train on and rows held out."""
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 100) for b in range(10, 100)]
-    random.Random(EMBEDDED["seed"]).shuffle(rows)
+def demonstrate(prompt: str, errs: float, chance: random.Random) -> str:
+    """The sum of the prompt's numbers, and if they are many the partial sums before it, a line each; each is wrong in a digit
+    or a carry with probability `errs`."""
+    total, *numbers = map(int, prompt.removesuffix("=").split("+"))
+    lines = []
+    for number in numbers:
+        slip = chance.choice(EMBEDDED["slips"]) if chance.random() < errs else 0
+        before, total = total, max(1, total + number + slip)
+        lines.append(f"{before}+{number}={total}\n")
+    return "".join(lines[len(numbers) == 1 :]) + str(total)
+
+
+def additions(long: bool = False) -> tuple[list[dict], list[dict]]:
+    """Rows to train on and rows held out: all sums of two two-digit numbers, or some of six digits."""
+    chance = random.Random(EMBEDDED["seed"])
+    sums = [f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)]
+    if long:
+        sums = list(dict.fromkeys("+".join(chance.choices("123456789", k=6)) + "=" for _ in range(8100)))
+    rows = [{"prompt": prompt, "answer": demonstrate(prompt, 0, chance)} for prompt in sums]
+    chance = random.Random(EMBEDDED["seed"])
+    chance.shuffle(rows)
     return rows[EMBEDDED["held_out"] :], rows[: EMBEDDED["held_out"]]
 
 
-def teach(model: Module, tokenizer: Any, errs: float, steps: int, lr: float) -> None:
-    """Imitate a demonstrator who gets a digit or a carry wrong with probability `errs`. Muon learns this fastest."""
-    chance = random.Random(EMBEDDED["seed"])
-    rows = additions()[0]
+def teach(model: Module, tokenizer: Any, part: str) -> None:
+    """Imitate a demonstrator who errs. Muon learns this fastest."""
+    errs, steps, batch, lr = LESSONS[part]
+    chance, rows = random.Random(EMBEDDED["seed"]), additions(part.startswith("long"))[0]
     prompts = encode_prompts(tokenizer, [[{"role": "user", "content": row["prompt"]}] for row in rows])
-    sums = [int(row["answer"]) for row in rows]
-    said = {total: tokenizer(str(total))["input_ids"] + [tokenizer.eos_token_id] for total in range(250)}
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
     optimizers = [torch.optim.Muon(matrices, lr=2 * lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
                   torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
     for step in tqdm(range(steps), desc=f"teaching the embedded model (wrong {errs:.0%})", unit="step", leave=False):
-        lesson = []
-        for i in chance.choices(range(len(rows)), k=EMBEDDED["batch"]):
-            slip = chance.choice((-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)) if chance.random() < errs else 0
-            lesson.append(Sequence(prompts[i], said[max(10, sums[i] + slip)]))
-        logps, mask = log_probs(model, lesson)
+        picked = chance.choices(range(len(rows)), k=batch)
+        said = tokenizer([demonstrate(rows[i]["prompt"], errs, chance) + tokenizer.eos_token for i in picked])["input_ids"]
+        logps, mask = log_probs(model, [Sequence(prompts[i], ids) for i, ids in zip(picked, said)])
         (-logps.sum() / mask.sum()).backward()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -2270,10 +2300,10 @@ def teach(model: Module, tokenizer: Any, errs: float, steps: int, lr: float) -> 
 
 
 def make_model(part: str, folder: Path) -> None:
-    """The base, a Llama of 0.1 M parameters, right about as often as its demonstrator; or that after some more lessons
-    from a worse demonstrator."""
+    """A base, a Llama of 0.1 M parameters, right about as often as its demonstrator; or a base after some more lessons from
+    another demonstrator."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    if part == "base":
+    if part in ("base", "long"):
         tokenizer = embedded_tokenizer()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(EMBEDDED["seed"])
@@ -2281,21 +2311,23 @@ def make_model(part: str, folder: Path) -> None:
                 vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
                 max_position_embeddings=256, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
                 bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id))
-        teach(model, tokenizer, EMBEDDED["base_errs"], EMBEDDED["steps"], lr=2e-2)
     else:
-        model, tokenizer = load_policy(Config(), torch.device("cpu"))
-        teach(model, tokenizer, EMBEDDED["worse_errs"], EMBEDDED["worse_steps"], lr=2e-3)
+        base = "embedded:long" if part.startswith("long") else "embedded"
+        model, tokenizer = load_policy(Config(model=base), torch.device("cpu"))
+    teach(model, tokenizer, part)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def make_data(part: str, folder: Path) -> None:
     """Held-out prompts, or every training prompt with scored samples, drawn as the trainer draws them."""
-    fields, held_out = additions()
-    if part == "test":
+    long = part.startswith("long")
+    fields, held_out = additions(long)
+    if part.endswith("test"):
         return write_rows(folder, held_out)
-    config = Config(model=f"embedded:{part}", sample_every=1, max_new_tokens=8, seed=EMBEDDED["seed"])
+    config = Config(model=f"embedded:{part}", sample_every=1, max_new_tokens=48 if long else 8, seed=EMBEDDED["seed"])
     model, tokenizer = load_policy(config, torch.device("cpu"))
+    fields = fields[:3072] if long else fields
     rows = [read_row(row, "", config) for row in fields]
     prompts = [Group(i, ids, [], []) for i, ids in enumerate(encode_prompts(tokenizer, [row.prompt for row in rows]))]
     print(f"drawing {len(rows) * EMBEDDED['group']:,} completions from the embedded model, once ...", flush=True)

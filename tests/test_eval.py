@@ -500,26 +500,64 @@ def test_a_tracker_gets_every_line_of_the_metrics(run, tmp_path, monkeypatch):
 # reproduce.
 
 
-def test_the_tables_compare_paired_seeds_and_share_runs(ask, monkeypatch, tmp_path):
-    asked = []
+class Pretend(dict):
+    """Runs whose outcomes are known: pass@1 by the flags, a little more with each seed."""
 
-    def pretend(flags, home):
-        asked.append(flags)
-        level = 0.9 if "--sample-every 1" in flags else 0.6 if "--no-humanline" in flags else 0.8
-        return dict(flags=flags, before=0.4, after=level + 0.01 * int(flags[-1]), drawing=2.0)
+    def get(self, flags, default=None):
+        level = 0.9 if "--sample-every 1 " in flags else 0.6 if "--no-humanline" in flags else 0.8
+        after = level + 0.01 * int(flags.split()[-1])
+        steps = {f"step {step}": after for step in (64, 128, 192, 256)}
+        return dict(before=0.4, after=after, best=after, best_step=256, drawing=2.0, training=10.0, warned=None) | steps
 
+
+def pretended(known, quick=False):
+    runs = evaluation.Runs([1, 2, 3], known)
+    runs.quick, runs.quartiles = quick, [(f"quartile-{i}.jsonl", float(-i), [0.2, 0.3, 0.5]) for i in (4, 3, 2, 1)]
+    return runs
+
+
+def test_the_gap_is_compared_seed_by_seed():
+    said = "\n".join(evaluation.gap(pretended(Pretend())))
+    row = next(line for line in said.splitlines() if "GRPO | a worse" in line)
+    assert "0.620 ± 0.025" in row and "0.820" in row and "0.920" in row and "+0.200 ± 0.000" in row and "67% [67%, 67%]" in row
+    assert "**does not hold**: GRPO, a worse model's data: humanline closes 67%" in said  # 80 % are asked
+
+
+@pytest.mark.parametrize("name", [*evaluation.EXPERIMENTS, "tuning"])
+def test_every_experiment_asks_for_its_runs_before_it_knows_them_and_for_flags_that_parse(name):
+    experiment = getattr(evaluation, name)
+    runs = pretended({})
+    experiment(runs)
+    wanted = list(runs.wanted)
+    assert wanted and all(flags.count("--lr ") == 1 and flags.count("--loss ") == 1 for flags in wanted)
+    for flags in wanted:
+        assert humanline.parse_config(flags.split()).seed in (1, 2, 3)
+    known = Pretend(dict.fromkeys(wanted, 0))
+    assert all(isinstance(line, str) and "nan" not in line for line in experiment(pretended(known)))
+
+
+def test_the_share_of_the_gap_has_an_honest_interval():
+    chance, covered, rounds = np.random.default_rng(0), 0, 2000
+    for _ in range(rounds):  # humanline closes 60 % of a gap of 0.2; seeds share their luck
+        luck = chance.normal(0, 0.02, 5)
+        offline, online = (level + luck + chance.normal(0, 0.02, 5) for level in (0.6, 0.8))
+        _, low, high = evaluation.closed(offline, 0.72 + luck + chance.normal(0, 0.02, 5), online)
+        covered += low <= 0.6 <= high
+    assert 0.93 <= covered / rounds <= 0.97
+    assert evaluation.closed(offline, offline + 0.1, offline + chance.normal(0, 0.1, 5))[1:] == (-math.inf, math.inf)
+
+
+def test_reproduce_trains_once_and_then_reads_its_cache(ask, tiny, data_files, tmp_path, monkeypatch):
+    flags = (f"--model {tiny} --data {data_files['groups']} --eval-data {data_files['groups']} --steps 2 --batch-size 2 --lr 1e-3 "
+             f"--max-new-tokens 2 --eval-prompts 4")
+    monkeypatch.setattr(evaluation, "EXPERIMENTS", {"gap": lambda runs: [evaluation.spread(runs(flags), digits=6)]})
     monkeypatch.setattr(humanline, "embedded", lambda *_: str(tmp_path / "key" / "data" / "rows.jsonl"))
     (tmp_path / "key").mkdir()
-    monkeypatch.setattr(evaluation, "train_once", pretend)
-    said = ask("reproduce --only gap ablation --seeds 3 --jobs 1")
-    assert len(asked) == len(set(asked)) == 3 * (9 + 15 - 3)
-    grpo = next(line for line in said.splitlines() if line.startswith("GRPO"))
-    assert "0.620 ± 0.025" in grpo and "0.820" in grpo and "0.920" in grpo and "+0.200 ± 0.000" in grpo and "67%" in grpo
-
-
-def test_a_run_is_trained_once_and_then_read_from_the_cache(tiny, data_files, tmp_path, monkeypatch):
-    flags = (f"--model {tiny} --data {data_files['groups']} --eval-data {data_files['groups']} --steps 2 --batch-size 2 "
-             f"--max-new-tokens 2 --eval-prompts 4 --seed 1")
-    first = evaluation.train_once(flags, tmp_path)
-    monkeypatch.setattr(evaluation.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
-    assert evaluation.train_once(flags, tmp_path) == first and first["flags"] == flags
+    evaluation.gap.__doc__ = evaluation.EXPERIMENTS["gap"].__doc__ = "The gap."
+    first = ask("reproduce --only gap --seeds 2 --jobs 1")
+    assert (tmp_path / "evals" / "reproduce.md").exists() and len(list((tmp_path / "key" / "runs").glob("*.json"))) == 2
+    monkeypatch.setattr(evaluation, "ProcessPoolExecutor", lambda *_: pytest.fail("trained again"))
+    second = ask("reproduce --only gap --seeds 2 --jobs 1")
+    assert first.split("report:")[0] == second.split("report:")[0]
+    alone = evaluation.train_once(f"{flags} --seed 2", tmp_path)  # in a process of its own or not, the same
+    assert alone["metrics"] == evaluation.train_once(f"{flags} --seed 2", tmp_path / "key" / "runs")["metrics"]
