@@ -573,53 +573,66 @@ def token_kl(log_ratio: Tensor) -> Tensor:
 
 
 class TokenLogps(torch.autograd.Function):
-    """log softmax(softcap(h Wᵀ + b))[label] for M tokens, `chunk` rows of logits at a time; backward makes them anew.
+    """log softmax(softcap(h Wᵀ + b))[label] for M tokens, `chunk` rows of logits at a time, in memory that is used again.
 
-    The last chunk's logits wait for the backward pass, so a microbatch that fits one chunk computes nothing twice.
+    The last `keep` chunks wait for the backward pass, which makes the others anew.
     """
 
     @staticmethod
-    def logits(hidden, weight, bias, softcap):
-        logits = F.linear(hidden.to(weight.dtype), weight, bias)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+    def of_chunk(out, hidden, weight, bias, labels, softcap):
+        """Returns, for n tokens, -d log-prob / d logits times a scale (n, V), that scale (n, 1), and the log-probs (n, 1)."""
+        if out is None or len(out) < len(hidden):
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            out = torch.empty(len(hidden), len(weight), dtype=dtype, device=hidden.device)
+        out, hidden = out[: len(hidden)], hidden.to(weight.dtype)
+        if out.dtype == weight.dtype and bias is None:
+            torch.mm(hidden, weight.T, out=out)
+        else:
+            out.copy_(F.linear(hidden, weight, bias))
+        if softcap is not None:
+            slope = 1 - out.div_(softcap).tanh_() ** 2
+            out *= softcap
+        own, largest = out.gather(1, labels), out.amax(1, keepdim=True)
+        scale = out.sub_(largest).exp_().sum(1, keepdim=True)
+        out.scatter_add_(1, labels, -scale)  # softmax - onehot(label), times the scale
+        return out if softcap is None else out.mul_(slope), scale, own - largest - scale.log()
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, softcap, chunk):
-        logps, totals, last = [], [], None
-        for rows, label in zip(hidden.split(chunk), labels.split(chunk)):
-            last = TokenLogps.logits(rows, weight, bias, softcap)
-            totals.append(last.logsumexp(1))
-            logps.append(last.gather(1, label[:, None])[:, 0] - totals[-1])
-        ctx.save_for_backward(hidden, weight, bias, labels, torch.cat(totals), last)
+    def forward(ctx, hidden, weight, bias, labels, softcap, chunk, keep):
+        logps, ctx.kept = [], deque()
+        for rows, label in zip(hidden.split(chunk), labels[:, None].split(chunk)):
+            out = ctx.kept.popleft()[0] if len(ctx.kept) == keep else None
+            out, scale, found = TokenLogps.of_chunk(out, rows, weight, bias, label, softcap)
+            logps.append(found[:, 0])
+            ctx.kept.append((out, scale))
+        ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.softcap, ctx.chunk = softcap, chunk
         return torch.cat(logps)
 
     @staticmethod
     def backward(ctx, grad):
-        hidden, weight, bias, labels, totals, last = ctx.saved_tensors
+        hidden, weight, bias, labels = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        starts = range(0, len(labels), ctx.chunk)
-        for start in reversed(starts):  # the last chunk first: its logits are at hand
+        out, kept, ctx.kept = None, ctx.kept, deque()  # a second backward pass makes all chunks anew
+        for start in reversed(range(0, len(labels), ctx.chunk)):
             here = slice(start, start + ctx.chunk)
-            logits = last.clone() if last is not None else TokenLogps.logits(hidden[here], weight, bias, ctx.softcap)
-            last, slope = None, None if ctx.softcap is None else 1 - (logits / ctx.softcap) ** 2
-            # d logp / d logits = onehot(label) - softmax(logits), in the place of the logits: memory costs time here
-            d_logits = logits.sub_(totals[here, None]).exp_().mul_(-grad[here, None])
-            d_logits.scatter_add_(1, labels[here, None], grad[here, None])
-            d_logits = (d_logits if slope is None else d_logits.mul_(slope)).to(weight.dtype)
-            d_hidden[here] = d_logits @ weight
+            if kept:
+                out, scale = kept.pop()
+            else:
+                out, scale, _ = TokenLogps.of_chunk(out, hidden[here], weight, bias, labels[here, None], ctx.softcap)
+            d_logits, factor = out.to(weight.dtype), -grad[here, None] / scale  # on the short side of each product
+            d_hidden[here] = (d_logits @ weight) * factor
             if d_weight is not None:
-                d_weight.addmm_(d_logits.T, hidden[here].to(weight.dtype))
+                d_weight.addmm_(d_logits.T, (hidden[here] * factor).to(weight.dtype))
             if d_bias is not None:
-                d_bias += d_logits.sum(0)
-        return d_hidden, d_weight, d_bias, None, None, None
+                d_bias += (factor.T @ out)[0]
+        return d_hidden, d_weight, d_bias, None, None, None, None
 
 
 def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, bias: Tensor | None = None,
-                softcap: float | None = None, chunk_size: int = 1024) -> Tensor:
+                softcap: float | None = None, chunk_size: int = 512) -> Tensor:
     """Log-probabilities of `labels`, from the hidden states that predict them.
 
     Only positions with a label meet the output head, `chunk_size` of them at a time, so that memory grows with
@@ -642,7 +655,8 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, bias: Te
         bias = None if bias is None else bias.to(lm_head_weight.dtype)
     picked = hidden.flatten(0, 1).index_select(0, n * hidden.shape[1] + t)
     with torch.autocast(hidden.device.type, enabled=False):
-        found = TokenLogps.apply(picked, lm_head_weight, bias, labels, softcap, chunk_size)
+        keep = 2 if torch.is_grad_enabled() else 1
+        found = TokenLogps.apply(picked, lm_head_weight, bias, labels, softcap, chunk_size, keep)
     return found.new_zeros(hidden.shape[:2]).index_put((n, t), found)
 
 

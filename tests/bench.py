@@ -234,7 +234,7 @@ def scaling(load: Workload, rounds: int) -> None:
         rows.append(["peak memory, vocabulary 8,192 to 65,536", f"{peaks[0]:.0f} MiB", f"{peaks[1]:.0f} MiB", f"{peaks[1] - peaks[0]:.0f} MiB"])
         head = 4 * load.hidden * (65_536 - 8_192) / 2**20
         rows.append(["  of which weights, gradient, two moments", "", "", f"{4 * head:.0f} MiB"])
-        rows.append(["  of which a chunk's logits and their gradient", "", "", f"{2 * 1024 * 4 * (65_536 - 8_192) / 2**20:.0f} MiB"])
+        rows.append(["  of which two chunks of 512 rows of logits", "", "", f"{2 * 512 * 4 * (65_536 - 8_192) / 2**20:.0f} MiB"])
         base, large = Path(temporary, "base"), Path(temporary, "large")
         write_workload(base, load)
         write_workload(large, Workload(**{**vars(load), "batch": 8 * load.batch}))

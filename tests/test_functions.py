@@ -451,6 +451,13 @@ def test_token_logps_pass_gradcheck_whatever_is_frozen(frozen, softcap):
     assert torch.autograd.gradcheck(logps, inputs, fast_mode=True)
 
 
+def test_a_second_backward_pass_finds_the_same_gradients():
+    inputs = parameters()
+    found = token_logps(*inputs[:2], LABELS, inputs[2], softcap=2.0, chunk_size=5)
+    first, second = (torch.autograd.grad(found, inputs, UPSTREAM, retain_graph=True) for _ in range(2))
+    assert all((one == other).all() for one, other in zip(first, second))
+
+
 def test_without_labels_all_logps_are_zero():
     hidden, weight, bias = parameters(torch.float32)
     found = token_logps(hidden, weight, torch.full((N, T), -100), bias)
