@@ -1470,9 +1470,11 @@ def microbatches(units: list[list[Sequence]], tokens: int, more: int = 0) -> lis
     or one unit."""
     width = lambda unit: max(map(len, unit)) + more
     found: list[list[Sequence]] = []
+    widest = 0  # of the present microbatch: its first unit
     for unit in sorted(units, key=width, reverse=True):
-        if not found or (len(found[-1]) + len(unit)) * width(found[-1]) > tokens:
+        if not found or (len(found[-1]) + len(unit)) * widest > tokens:
             found.append([])
+            widest = width(unit)
         found[-1].extend(unit)
     return found
 
