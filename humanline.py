@@ -266,6 +266,8 @@ class Config:
     """Longest prompt, in tokens; rows with longer ones are dropped."""
     microbatch_tokens: int = 16384
     """Tokens (padding included) per forward and backward; lower it if training runs out of memory. Changes no result."""
+    share_prompts: bool = True
+    """Compute the prompt of neighbouring completions once, where the model allows it and it pays. Changes no result."""
     ref: Literal["auto", "lookahead", "copy"] = "auto"
     """How the reference is kept. lookahead: one pass of the policy at each sync scores the batches up to the next one, no
     second model; copy: a second model. Both give the same numbers; auto takes lookahead where it costs nothing."""
@@ -730,6 +732,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             shard(policy, layers, device, config)
         policy.to(device).train()
     check_output_head(policy, config)
+    config.share_prompts = config.share_prompts and can_share_prompts(policy, config)
     return policy, tokenizer
 
 
@@ -755,6 +758,19 @@ def check_output_head(policy: Module, config: Config) -> None:
     tolerance = 0.05 if config.dtype == "bfloat16" or is_mixed(policy.device, config) else 0.005
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
             f"--model {config.model}: its logits are not hidden states times output embeddings, which token_logps needs")
+
+
+@torch.no_grad()
+def can_share_prompts(policy: Module, config: Config) -> bool:
+    """Whether tokens meet in nothing but full attention, with the mask and positions that it is given."""
+    text = policy.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["sliding" if getattr(text, "sliding_window", None) else "full_attention"]
+    pair = [Sequence([1, 2, 3, 4], [5, 6, 7]), Sequence([1, 2, 3, 4], [7, 6])]
+    with contextlib.suppress(Exception), mixed_precision(policy.device, config), torch.compiler.set_stance("force_eager"):
+        apart = log_probs(policy, pair)[0]  # a model that takes no mask or positions may raise anything
+        pair[1].shares = text._attn_implementation == "sdpa" and set(kinds) == {"full_attention"}
+        return pair[1].shares and torch.allclose(log_probs(policy, pair)[0], apart, rtol=0.05, atol=0.05)
+    return False
 
 
 def max_positions(policy: Module) -> int:
@@ -812,6 +828,7 @@ class Sequence:
     row: int = 0
     ref: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t)
     rejected: Tensor | None = None  # (len(completion),) booleans, with --perception sample
+    shares: bool = False  # lies behind the sequence before it in one row of the forward pass, with the same prompt; see `cut`
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
@@ -1465,28 +1482,57 @@ def mixed_precision(device: torch.device, config: Config) -> contextlib.Abstract
 # ---------- The policy's and the reference's log-probs ----------------------------------------------------------------
 
 
+def rows_of(sequences: list[Sequence]) -> list[list[Sequence]]:
+    """What lies in each row of a forward pass: a sequence, and those behind it that share its prompt."""
+    rows: list[list[Sequence]] = []
+    for one in sequences:
+        rows[-1].append(one) if rows and one.shares else rows.append([one])
+    return rows
+
+
+def width(row: list[Sequence]) -> int:
+    """Tokens of a row: the prompt once, and the completions."""
+    return len(row[0].prompt) + sum(len(one.completion) for one in row)
+
+
 def microbatches(units: list[list[Sequence]], tokens: int, more: int = 0) -> list[list[Sequence]]:
-    """Units (a DPO pair is one) of like lengths together: at most `tokens` tokens, with padding and `more` for each sequence,
-    or one unit."""
-    width = lambda unit: max(map(len, unit)) + more
+    """Units (a DPO pair is one) of like widths together: at most `tokens` tokens, with padding and `more` for each row, or one
+    unit."""
+    sized = [(max(map(width, rows)) + more, len(rows), unit) for unit in units for rows in [rows_of(unit)]]
     found: list[list[Sequence]] = []
-    widest = 0  # of the present microbatch: its first unit
-    for unit in sorted(units, key=width, reverse=True):
-        if not found or (len(found[-1]) + len(unit)) * widest > tokens:
+    height, widest = 0, 0  # of the present microbatch, whose first unit is the widest
+    for own_width, rows, unit in sorted(sized, key=lambda one: one[0], reverse=True):
+        if not found or (height + rows) * widest > tokens:
             found.append([])
-            widest = width(unit)
+            height, widest = 0, own_width
         found[-1].extend(unit)
+        height += rows
     return found
+
+
+def units_of(sequences: list[Sequence], most: float, config: Config) -> list[list[Sequence]]:
+    """What no cut parts: a DPO pair, otherwise a row. Neighbours with the same prompt share rows of at most `most` tokens.
+
+    That computes the prompt once, but attention runs over the whole row: up to three prompts long, that is at most 9/8 of what
+    attention costs apart, and up to 256 tokens it is little next to all else. Longer rows do not pay.
+    """
+    pairs, length = config.loss == "dpo", 0
+    for i, one in enumerate(sequences):
+        length += len(one.completion)
+        fits = config.share_prompts and length <= min(most, max(3 * len(one.prompt), 256))
+        one.shares = fits and (i % 2 if pairs else i) > 0 and one.prompt == sequences[i - 1].prompt
+        length = length if one.shares else len(one)
+    return [sequences[i : i + 2] for i in range(0, len(sequences), 2)] if pairs else rows_of(sequences)
 
 
 def cut(sequences: list[Sequence], config: Config) -> list[list[Sequence]]:
     """This rank's share of a batch, in microbatches. Under --shard all ranks must have as many: [] makes up the number."""
-    size, ranks = 2 if config.loss == "dpo" else 1, world_size()
-    units = [sequences[i : i + size] for i in range(0, len(sequences), size)]
-    units.sort(key=lambda unit: sum(map(len, unit)), reverse=True)
+    ranks, most = world_size(), config.microbatch_tokens
+    units = units_of(sequences, math.inf, config)  # the same on all ranks, though memory may leave some a smaller `most`
+    units.sort(key=lambda unit: sum(map(width, rows_of(unit))), reverse=True)
     # Dealt back and forth, so that the ranks have equal work.
     shares = [units[i :: 2 * ranks] + units[2 * ranks - 1 - i :: 2 * ranks] for i in range(ranks)]
-    cuts = [microbatches(share, config.microbatch_tokens) for share in shares]
+    cuts = [microbatches([part for unit in share for part in units_of(unit, most, config)], most) for share in shares]
     return cuts[rank()] + [[]] * (max(map(len, cuts)) - len(cuts[rank()]) if config.shard else 0)
 
 
@@ -1496,9 +1542,9 @@ def padded(rows: list[list[int]], value: int, side: str = "right") -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 
 
-def completion_logps(model: Module, ids: Tensor, labels: Tensor) -> Tensor:
+def completion_logps(model: Module, ids: Tensor, labels: Tensor, **layout: Tensor) -> Tensor:
     """Log-probs of `labels` (N, T) from token ids (N, T), by the model's trunk and its output head: (N, T)."""
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = model.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
     head, softcap = model.get_output_embeddings(), getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return token_logps(hidden, head.weight, labels, head.bias, softcap)
 
@@ -1506,14 +1552,31 @@ def completion_logps(model: Module, ids: Tensor, labels: Tensor) -> Tensor:
 def log_probs(model: Module, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
     """log π(y_t | x, y_<t) of every completion token: (N, T) log-probs, 0 elsewhere, and the (N, T) mask.
 
-    Sequences are padded on the right, so that no completion token can attend to padding and no mask is needed.
+    Sequences are padded on the right, so that no completion token can attend to padding and no mask is needed. Where some
+    share a prompt, a row of the forward pass is the prompt but for its last token, and then for each completion that token and
+    the completion, whose positions and attention are those of the prompt's only continuation.
     """
     sequences = sequences or [Sequence([0, 0], [])]
-    ids = padded([one.prompt + one.completion for one in sequences], 0)[:, :-1]
-    labels = padded([[-100] * len(one.prompt) + one.completion for one in sequences], -100)[:, 1:]
+    rows, send = rows_of(sequences), lambda tensor: tensor.to(model.device, non_blocking=True)
+    in_rows = lambda tokens, value: padded(
+        [[*itertools.chain(*(tokens(one)[i and len(one.prompt) - 1 :] for i, one in enumerate(row)))] for row in rows], value)
+    ids = in_rows(lambda one: (one.prompt + one.completion)[:-1], 0)
+    labels = in_rows(lambda one: ([-100] * len(one.prompt) + one.completion)[1:], -100)
+    mask, layout = labels != -100, {}
+    if len(rows) < len(sequences):
+        positions = in_rows(lambda one: range(len(one) - 1), 0)
+        # (R, L) whose token it is: 0 for the prompt's, and one more wherever the prompt's last position comes again
+        owner = send((positions == mask.int().argmax(1, keepdim=True)).cumsum(1))
+        attends = ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None])).tril()  # (R, query, key)
+        layout = dict(position_ids=send(positions), attention_mask=attends[:, None])
     # The labels stay on the CPU, so that picking their positions keeps no GPU waiting.
-    logps = getattr(model, "completion_logps", functools.partial(completion_logps, model))(ids.to(model.device), labels)
-    return logps, (labels != -100).to(model.device, non_blocking=True)
+    own = getattr(model, "completion_logps", functools.partial(completion_logps, model))
+    logps = own(ids.to(model.device), labels, **layout)
+    if layout:
+        found = logps.flatten().index_select(0, send(mask.flatten().nonzero()[:, 0]))
+        mask = padded([[0] * (len(one.prompt) - 1) + [1] * len(one.completion) for one in sequences], 0).bool()
+        logps = logps.new_zeros(mask.shape).index_put(tuple(map(send, mask.nonzero(as_tuple=True))), found)
+    return logps, send(mask)
 
 
 def of_completions(values: Tensor, sequences: list[Sequence]) -> list[Tensor]:
@@ -1877,7 +1940,7 @@ def load_checkpoint(path: Path, state: dict, config: Config, policy: Module, opt
     long the run is and what it writes."""
     from safetensors.torch import load_file
     free = {"steps", "out", "save_every", "keep", "resume", "config", "eval_data", "eval_every", "eval_prompts", "eval_samples",
-            "microbatch_tokens", "compile", "shard", "checkpoint_activations", "track"}
+            "microbatch_tokens", "share_prompts", "compile", "shard", "checkpoint_activations", "track"}
     for name, value in json.loads(json.dumps(vars(config))).items():
         before = state["settings"].get(name)
         different = f"the run has {flag_of(name)} {before}, not {value}"
