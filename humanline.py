@@ -1592,12 +1592,24 @@ def to_rows(values: list[Tensor], sequences: list[Sequence], like: Tensor) -> Te
     return rows.to(like.device, non_blocking=True)
 
 
+def fit_memory(work: Callable[[], Any], config: Config) -> Any:
+    """work(), and where it runs out of memory, on a GPU or on the CPU, again with smaller microbatches."""
+    while True:
+        try:
+            return work()
+        except RuntimeError as error:
+            if "memory" not in str(error) or config.shard or config.microbatch_tokens == 1:
+                raise  # sharded, the other ranks are in the middle of an exchange
+        config.microbatch_tokens = math.ceil(config.microbatch_tokens / 2)
+        warn(f"out of memory; from here on --microbatch-tokens {config.microbatch_tokens}, which changes no result")
+
+
 @torch.no_grad()
 def each_token(model: Module, sequences: list[Sequence], config: Config, values: Callable) -> list[Tensor]:
     """`values(microbatch)` (N, T) for each sequence's completion tokens, on the CPU: all ranks compute, all ranks know."""
-    found, sizes = {}, [len(one.completion) for one in sequences]
-    for microbatch in cut(sequences, config):
-        found |= {id(one): own for one, own in zip(microbatch, of_completions(values(microbatch), microbatch))}
+    sizes = [len(one.completion) for one in sequences]
+    found = fit_memory(lambda: {id(one): own for microbatch in cut(sequences, config)
+                                for one, own in zip(microbatch, of_completions(values(microbatch), microbatch))}, config)
     others = torch.zeros(max(sizes, default=0), device=model.device)  # what another rank computes
     flat = torch.cat([others[:0], *(found.get(id(one), others[:size]) for one, size in zip(sequences, sizes))])
     return list(add_up(flat).cpu().split(sizes))
@@ -1748,23 +1760,13 @@ def batch_loss(d: Tensor, seen: Tensor, mask: Tensor, signals: Tensor, z0: Tenso
 
 
 def forward_backward(policy: Module, batch: Batch, config: Config) -> dict[str, float]:
-    """Fill the parameters' empty .grad with the gradient of the batch's loss; returns what the step reports."""
+    """Fill the parameters' .grad with the gradient of the batch's loss; returns what the step reports."""
     counts = dict(sequences=len(batch.sequences), tokens=sum(len(one.completion) for one in batch.sequences),
                   desirable=sum(one.signal > 0 for one in batch.sequences))
     z0 = kto_reference_point(policy, batch, config) if config.loss == "kto" else None
     if config.perception == "sample":
         draw_rejections(policy, batch, config)
-    totals = None
-    while totals is None:
-        try:
-            totals = accumulate(policy, batch, z0, counts, config)
-        except RuntimeError as error:  # out of memory on a GPU, or on the CPU
-            if "memory" not in str(error) or config.shard or config.microbatch_tokens == 1:
-                raise  # sharded, the other ranks are in the middle of an exchange
-            config.microbatch_tokens = math.ceil(config.microbatch_tokens / 2)
-            smaller = f"from here on --microbatch-tokens {config.microbatch_tokens}, which changes no result"
-            warn(f"step {batch.step}: out of memory; {smaller}")
-            policy.zero_grad()
+    totals = fit_memory(lambda: accumulate(policy, batch, z0, counts, config), config)
     loss, margin, *sums = add_up(totals).tolist()
     report = dict(loss=loss, tokens=counts["tokens"])
     report |= {name: total / max(1, counts["tokens"]) for name, total in zip(("unclamped", "drift", "kl"), sums)}
@@ -1778,6 +1780,7 @@ def accumulate(policy: Module, batch: Batch, z0: Tensor | None, counts: dict[str
 
     Returns this rank's (5,) sums: loss, reward margin, tokens let through, |d|, KL.
     """
+    policy.zero_grad()  # of an attempt that ran out of memory
     totals = torch.zeros(5, dtype=torch.float64, device=policy.device)
     for microbatch in cut(batch.sequences, config):
         d, mask = log_ratios(policy, microbatch, config)
