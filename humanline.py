@@ -269,6 +269,8 @@ class Config:
     """Longest prompt, in tokens; rows with longer ones are dropped."""
     microbatch_tokens: int = 16384
     """Tokens (padding included) per forward and backward; lower it if training runs out of memory. Changes no result."""
+    share_prompts: bool = True
+    """Compute the prompt of neighbouring completions once, where the model allows it and it pays. Changes no result."""
     ref: Literal["auto", "lookahead", "copy"] = "auto"
     """How the reference is kept. lookahead: one pass of the policy at each sync scores the batches up to the next one, no
     second model; copy: a second model. Both give the same numbers; auto takes lookahead where it costs nothing."""
@@ -749,6 +751,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             shard(policy, layers, device, config)
         policy.to(device).train()
     check_output_head(policy, config)
+    config.share_prompts = config.share_prompts and can_share_prompts(policy, config)
     return policy, tokenizer
 
 
@@ -774,6 +777,19 @@ def check_output_head(policy: Module, config: Config) -> None:
     tolerance = 0.05 if config.dtype == "bfloat16" or is_mixed(policy.device, config) else 0.005
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
             f"--model {config.model}: its logits are not hidden states times output embeddings, which token_logps needs")
+
+
+@torch.no_grad()
+def can_share_prompts(policy: Module, config: Config) -> bool:
+    """Whether tokens meet in nothing but full attention, with the mask and positions that it is given."""
+    text = policy.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["sliding" if getattr(text, "sliding_window", None) else "full_attention"]
+    pair = [Sequence([1, 2, 3, 4], [5, 6, 7]), Sequence([1, 2, 3, 4], [7, 6])]
+    with contextlib.suppress(Exception), mixed_precision(policy.device, config), torch.compiler.set_stance("force_eager"):
+        apart = log_probs(policy, pair)[0]  # a model that takes no mask or positions may raise anything
+        pair[1].shares = text._attn_implementation == "sdpa" and set(kinds) == {"full_attention"}
+        return pair[1].shares and torch.allclose(log_probs(policy, pair)[0], apart, rtol=0.05, atol=0.05)
+    return False
 
 
 def max_positions(policy: Module) -> int:
@@ -831,6 +847,7 @@ class Sequence:
     row: int = 0
     ref: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t)
     rejected: Tensor | None = None  # (len(completion),) booleans, with --perception sample
+    shares: bool = False  # lies behind the sequence before it in one row of the forward pass, with the same prompt; see `cut`
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
@@ -1484,26 +1501,57 @@ def mixed_precision(device: torch.device, config: Config) -> contextlib.Abstract
 # ---------- The policy's and the reference's log-probs ----------------------------------------------------------------
 
 
+def rows_of(sequences: list[Sequence]) -> list[list[Sequence]]:
+    """What lies in each row of a forward pass: a sequence, and those behind it that share its prompt."""
+    rows: list[list[Sequence]] = []
+    for one in sequences:
+        rows[-1].append(one) if rows and one.shares else rows.append([one])
+    return rows
+
+
+def width(row: list[Sequence]) -> int:
+    """Tokens of a row: the prompt once, and the completions."""
+    return len(row[0].prompt) + sum(len(one.completion) for one in row)
+
+
 def microbatches(units: list[list[Sequence]], tokens: int, more: int = 0) -> list[list[Sequence]]:
-    """Units (a DPO pair is one) of like lengths together: at most `tokens` tokens, with padding and `more` for each sequence,
-    or one unit."""
-    width = lambda unit: max(map(len, unit)) + more
+    """Units (a DPO pair is one) of like widths together: at most `tokens` tokens, with padding and `more` for each row, or one
+    unit."""
+    sized = [(max(map(width, rows)) + more, len(rows), unit) for unit in units for rows in [rows_of(unit)]]
     found: list[list[Sequence]] = []
-    for unit in sorted(units, key=width, reverse=True):
-        if not found or (len(found[-1]) + len(unit)) * width(found[-1]) > tokens:
+    height, widest = 0, 0  # of the present microbatch, whose first unit is the widest
+    for own_width, rows, unit in sorted(sized, key=lambda one: one[0], reverse=True):
+        if not found or (height + rows) * widest > tokens:
             found.append([])
+            height, widest = 0, own_width
         found[-1].extend(unit)
+        height += rows
     return found
+
+
+def units_of(sequences: list[Sequence], most: float, config: Config) -> list[list[Sequence]]:
+    """What no cut parts: a DPO pair, otherwise a row. Neighbours with the same prompt share rows of at most `most` tokens.
+
+    That computes the prompt once, but attention runs over the whole row: up to three prompts long, that is at most 9/8 of what
+    attention costs apart, and up to 256 tokens it is little next to all else. Longer rows do not pay.
+    """
+    pairs, length = config.loss == "dpo", 0
+    for i, one in enumerate(sequences):
+        length += len(one.completion)
+        fits = config.share_prompts and length <= min(most, max(3 * len(one.prompt), 256))
+        one.shares = fits and (i % 2 if pairs else i) > 0 and one.prompt == sequences[i - 1].prompt
+        length = length if one.shares else len(one)
+    return [sequences[i : i + 2] for i in range(0, len(sequences), 2)] if pairs else rows_of(sequences)
 
 
 def cut(sequences: list[Sequence], config: Config) -> list[list[Sequence]]:
     """This rank's share of a batch, in microbatches. Under --shard all ranks must have as many: [] makes up the number."""
-    size, ranks = 2 if config.loss == "dpo" else 1, world_size()
-    units = [sequences[i : i + size] for i in range(0, len(sequences), size)]
-    units.sort(key=lambda unit: sum(map(len, unit)), reverse=True)
+    ranks, most = world_size(), config.microbatch_tokens
+    units = units_of(sequences, math.inf, config)  # the same on all ranks, though memory may leave some a smaller `most`
+    units.sort(key=lambda unit: sum(map(width, rows_of(unit))), reverse=True)
     # Dealt back and forth, so that the ranks have equal work.
     shares = [units[i :: 2 * ranks] + units[2 * ranks - 1 - i :: 2 * ranks] for i in range(ranks)]
-    cuts = [microbatches(share, config.microbatch_tokens) for share in shares]
+    cuts = [microbatches([part for unit in share for part in units_of(unit, most, config)], most) for share in shares]
     return cuts[rank()] + [[]] * (max(map(len, cuts)) - len(cuts[rank()]) if config.shard else 0)
 
 
@@ -1513,9 +1561,9 @@ def padded(rows: list[list[int]], value: int, side: str = "right") -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 
 
-def completion_logps(model: Module, ids: Tensor, labels: Tensor) -> Tensor:
+def completion_logps(model: Module, ids: Tensor, labels: Tensor, **layout: Tensor) -> Tensor:
     """Log-probs of `labels` (N, T) from token ids (N, T), by the model's trunk and its output head: (N, T)."""
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = model.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
     head, softcap = model.get_output_embeddings(), getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return token_logps(hidden, head.weight, labels, head.bias, softcap)
 
@@ -1523,14 +1571,31 @@ def completion_logps(model: Module, ids: Tensor, labels: Tensor) -> Tensor:
 def log_probs(model: Module, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
     """log π(y_t | x, y_<t) of every completion token: (N, T) log-probs, 0 elsewhere, and the (N, T) mask.
 
-    Sequences are padded on the right, so that no completion token can attend to padding and no mask is needed.
+    Sequences are padded on the right, so that no completion token can attend to padding and no mask is needed. Where some
+    share a prompt, a row of the forward pass is the prompt but for its last token, and then for each completion that token and
+    the completion, whose positions and attention are those of the prompt's only continuation.
     """
     sequences = sequences or [Sequence([0, 0], [])]
-    ids = padded([one.prompt + one.completion for one in sequences], 0)[:, :-1]
-    labels = padded([[-100] * len(one.prompt) + one.completion for one in sequences], -100)[:, 1:]
+    rows, send = rows_of(sequences), lambda tensor: tensor.to(model.device, non_blocking=True)
+    in_rows = lambda tokens, value: padded(
+        [[*itertools.chain(*(tokens(one)[i and len(one.prompt) - 1 :] for i, one in enumerate(row)))] for row in rows], value)
+    ids = in_rows(lambda one: (one.prompt + one.completion)[:-1], 0)
+    labels = in_rows(lambda one: ([-100] * len(one.prompt) + one.completion)[1:], -100)
+    mask, layout = labels != -100, {}
+    if len(rows) < len(sequences):
+        positions = in_rows(lambda one: range(len(one) - 1), 0)
+        # (R, L) whose token it is: 0 for the prompt's, and one more wherever the prompt's last position comes again
+        owner = send((positions == mask.int().argmax(1, keepdim=True)).cumsum(1))
+        attends = ((owner[:, None] == 0) | (owner[:, None] == owner[:, :, None])).tril()  # (R, query, key)
+        layout = dict(position_ids=send(positions), attention_mask=attends[:, None])
     # The labels stay on the CPU, so that picking their positions keeps no GPU waiting.
-    logps = getattr(model, "completion_logps", functools.partial(completion_logps, model))(ids.to(model.device), labels)
-    return logps, (labels != -100).to(model.device, non_blocking=True)
+    own = getattr(model, "completion_logps", functools.partial(completion_logps, model))
+    logps = own(ids.to(model.device), labels, **layout)
+    if layout:
+        found = logps.flatten().index_select(0, send(mask.flatten().nonzero()[:, 0]))
+        mask = padded([[0] * (len(one.prompt) - 1) + [1] * len(one.completion) for one in sequences], 0).bool()
+        logps = logps.new_zeros(mask.shape).index_put(tuple(map(send, mask.nonzero(as_tuple=True))), found)
+    return logps, send(mask)
 
 
 def of_completions(values: Tensor, sequences: list[Sequence]) -> list[Tensor]:
@@ -1546,12 +1611,24 @@ def to_rows(values: list[Tensor], sequences: list[Sequence], like: Tensor) -> Te
     return rows.to(like.device, non_blocking=True)
 
 
+def fit_memory(work: Callable[[], Any], config: Config) -> Any:
+    """work(), and where it runs out of memory, on a GPU or on the CPU, again with smaller microbatches."""
+    while True:
+        try:
+            return work()
+        except RuntimeError as error:
+            if "memory" not in str(error) or config.shard or config.microbatch_tokens == 1:
+                raise  # sharded, the other ranks are in the middle of an exchange
+        config.microbatch_tokens = math.ceil(config.microbatch_tokens / 2)
+        warn(f"out of memory; from here on --microbatch-tokens {config.microbatch_tokens}, which changes no result")
+
+
 @torch.no_grad()
 def each_token(model: Module, sequences: list[Sequence], config: Config, values: Callable) -> list[Tensor]:
     """`values(microbatch)` (N, T) for each sequence's completion tokens, on the CPU: all ranks compute, all ranks know."""
-    found, sizes = {}, [len(one.completion) for one in sequences]
-    for microbatch in cut(sequences, config):
-        found |= {id(one): own for one, own in zip(microbatch, of_completions(values(microbatch), microbatch))}
+    sizes = [len(one.completion) for one in sequences]
+    found = fit_memory(lambda: {id(one): own for microbatch in cut(sequences, config)
+                                for one, own in zip(microbatch, of_completions(values(microbatch), microbatch))}, config)
     others = torch.zeros(max(sizes, default=0), device=model.device)  # what another rank computes
     flat = torch.cat([others[:0], *(found.get(id(one), others[:size]) for one, size in zip(sequences, sizes))])
     return list(add_up(flat).cpu().split(sizes))
@@ -1705,23 +1782,13 @@ def batch_loss(d: Tensor, seen: Tensor, mask: Tensor, signals: Tensor, z0: Tenso
 
 
 def forward_backward(policy: Module, batch: Batch, config: Config) -> dict[str, float]:
-    """Fill the parameters' empty .grad with the gradient of the batch's loss; returns what the step reports."""
+    """Fill the parameters' .grad with the gradient of the batch's loss; returns what the step reports."""
     counts = dict(sequences=len(batch.sequences), tokens=sum(len(one.completion) for one in batch.sequences),
                   desirable=sum(one.signal > 0 for one in batch.sequences))
     z0 = kto_reference_point(policy, batch, config) if config.loss == "kto" else None
     if config.perception == "sample":
         draw_rejections(policy, batch, config)
-    totals = None
-    while totals is None:
-        try:
-            totals = accumulate(policy, batch, z0, counts, config)
-        except RuntimeError as error:  # out of memory on a GPU, or on the CPU
-            if "memory" not in str(error) or config.shard or config.microbatch_tokens == 1:
-                raise  # sharded, the other ranks are in the middle of an exchange
-            config.microbatch_tokens = math.ceil(config.microbatch_tokens / 2)
-            smaller = f"from here on --microbatch-tokens {config.microbatch_tokens}, which changes no result"
-            warn(f"step {batch.step}: out of memory; {smaller}")
-            policy.zero_grad()
+    totals = fit_memory(lambda: accumulate(policy, batch, z0, counts, config), config)
     loss, margin, *sums, moved, wanted_moved = add_up(totals).tolist()
     report = dict(loss=loss, tokens=counts["tokens"])
     report |= {name: total / max(1, counts["tokens"]) for name, total in zip(("unclamped", "drift", "kl"), sums)}
@@ -1739,6 +1806,7 @@ def accumulate(policy: Module, batch: Batch, z0: Tensor | None, counts: dict[str
 
     Returns this rank's (7,) sums: loss, reward margin, tokens let through, |d|, KL, d, and d of wanted completions.
     """
+    policy.zero_grad()  # of an attempt that ran out of memory
     totals = torch.zeros(7, dtype=torch.float64, device=policy.device)
     for microbatch in cut(batch.sequences, config):
         d, mask = log_ratios(policy, microbatch, config)
@@ -1902,7 +1970,7 @@ def load_checkpoint(path: Path, state: dict, config: Config, policy: Module, opt
     long the run is and what it writes."""
     from safetensors.torch import load_file
     free = {"steps", "out", "save_every", "keep", "resume", "config", "eval_data", "eval_every", "eval_prompts", "eval_samples",
-            "microbatch_tokens", "compile", "shard", "checkpoint_activations", "track"}
+            "microbatch_tokens", "share_prompts", "compile", "shard", "checkpoint_activations", "track"}
     for name, value in json.loads(json.dumps(vars(config))).items():
         before = state["settings"].get(name)
         different = f"the run has {flag_of(name)} {before}, not {value}"

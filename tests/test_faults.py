@@ -155,13 +155,14 @@ def test_two_runs_on_one_folder_at_once_are_one_and_a_refusal(run, tmp_path):
     assert (run("", out=str(tmp_path)) / "final").exists()
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
-def test_a_microbatch_that_does_not_fit_is_halved_and_the_result_stays(run, monkeypatch, capsys, loss):
+@pytest.mark.parametrize("training", [True, False], ids=["training", "scoring"])
+@pytest.mark.parametrize("loss", ["grpo", "dpo", "kto --perception sample"])
+def test_a_microbatch_that_does_not_fit_is_halved_and_the_result_stays(run, monkeypatch, capsys, loss, training):
     whole = run(f"--loss {loss} --steps 4 --lr 1e-4 --batch-size 12")
     real, failed = humanline.log_probs, []
 
     def scarce(model, sequences):
-        if len(sequences) > 8 and torch.is_grad_enabled():
+        if len(sequences) > 8 and torch.is_grad_enabled() == training:
             failed.append(1)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(model, sequences)
@@ -172,6 +173,15 @@ def test_a_microbatch_that_does_not_fit_is_halved_and_the_result_stays(run, monk
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
     said = [line for line in capsys.readouterr().err.splitlines() if "out of memory" in line]
     assert len(said) == len(failed) >= 1 and "--microbatch-tokens 150" in said[0]
+
+
+def test_out_of_memory_stops_a_sharded_run_and_one_whose_microbatches_are_single(monkeypatch):
+    def scarce():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    for settings in (dict(shard=True), dict(microbatch_tokens=1)):
+        with pytest.raises(torch.OutOfMemoryError):
+            humanline.fit_memory(scarce, humanline.Config(**settings))
 
 
 def test_a_failure_that_is_not_about_memory_is_not_hidden(run, monkeypatch):

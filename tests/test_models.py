@@ -13,8 +13,9 @@ import torch
 from conftest import ROOT, metrics, write_jsonl
 from test_command_line import complaint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GemmaTokenizer, GPT2Config, GPT2Tokenizer, GraniteConfig,
-                          LlamaConfig, LlamaTokenizer, OPTConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, Qwen3Config)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, FalconConfig, Gemma2Config, GemmaTokenizer, GPT2Config, GPT2Tokenizer,
+                          GPTNeoXConfig, GraniteConfig, LlamaConfig, LlamaTokenizer, MistralConfig, OPTConfig, PreTrainedTokenizerFast,
+                          Qwen2Config, Qwen2Tokenizer, Qwen3Config)
 
 import humanline
 from humanline import Config, Sequence, UserError
@@ -218,9 +219,9 @@ def test_no_dropout_is_left_wherever_a_model_keeps_it(folder, tmp_path, config):
 def test_activation_checkpointing_changes_no_gradient(folder):
     grads = []
     for checkpointing in (False, True):
-        policy, _, _ = load(folder("llama"), checkpoint_activations=checkpointing)
+        policy, _, config = load(folder("llama"), checkpoint_activations=checkpointing)
         assert any(getattr(module, "gradient_checkpointing", False) for module in policy.modules()) == checkpointing
-        logps, _ = humanline.log_probs(policy, some_sequences(policy))
+        logps, _ = humanline.log_probs(policy, [*some_sequences(policy), *with_shared_prompts(policy, config)])
         grads.append(torch.autograd.grad(logps.sum(), list(policy.parameters())))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
@@ -235,6 +236,55 @@ def test_bf16_log_probs_are_near_those_of_fp32_and_weights_are_what_was_asked(fo
         logps, mask = humanline.log_probs(policy, sequences)
     difference = (logps - humanline.log_probs(exact, sequences)[0])[mask].abs()
     assert logps.dtype == torch.float32 and 0 < difference.max() < 0.3 and difference.mean() < 0.05
+
+
+def with_shared_prompts(policy, config) -> list[Sequence]:
+    """Groups of many sizes, laid into rows as `cut` would."""
+    generator = torch.Generator().manual_seed(2)
+    number = lambda low, high: int(torch.randint(low, high, (), generator=generator))
+    ids = lambda length: torch.randint(policy.config.vocab_size, (length,), generator=generator).tolist()
+    groups = [(ids(number(1, 30)), [ids(number(1, 15)) for _ in range(number(1, 6))]) for _ in range(6)]
+    sequences = [Sequence(prompt, completion) for prompt, completions in [*groups, ([7], [ids(9), ids(3)])] for completion in completions]
+    humanline.units_of(sequences, 100, config)
+    return sequences
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_completions_behind_one_copy_of_their_prompt_have_the_log_probs_and_gradients_they_have_alone(folder, family, dtype):
+    policy, _, config = load(folder(family))
+    policy.to(dtype)
+    # Root-mean-square norms compute in float32 whatever the weights; GPT-2's do not.
+    tolerance = 1e-10 if (family, dtype) == ("gpt2", torch.float64) else 1e-5
+    sequences, found = with_shared_prompts(policy, config), []
+    assert len(humanline.rows_of(sequences)) < len(sequences) - 10
+    for shares in ([one.shares for one in sequences], [False] * len(sequences)):
+        for one, own in zip(sequences, shares):
+            one.shares = own
+        logps, mask = humanline.log_probs(policy, sequences)
+        weights = torch.randn(logps.shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
+        found.append((logps, mask, torch.autograd.grad((logps * weights).sum(), list(policy.parameters()))))
+    (shared, mask, ours), (apart, expected_mask, theirs) = found
+    assert torch.equal(mask, expected_mask) and not shared[~mask].any()
+    assert torch.allclose(shared, apart, rtol=0, atol=tolerance)
+    for (name, _), a, b in zip(policy.named_parameters(), ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=10 * tolerance, atol=tolerance * max(1.0, float(b.abs().max()))), name
+
+
+@pytest.mark.parametrize("family, settings", [
+    ("gemma2", {}), ("llama", dict(attn="eager")), ("llama", dict(share_prompts=False))], ids=["windowed", "eager", "off"])
+def test_prompts_are_not_shared_where_the_model_does_not_allow_it(folder, family, settings):
+    policy, _, config = load(folder(family), **settings)
+    assert not config.share_prompts and not any(one.shares for one in with_shared_prompts(policy, config))
+
+
+@pytest.mark.parametrize("config_class, own, allows", [
+    (GPTNeoXConfig, {}, True), (MistralConfig, dict(sliding_window=None), True), (MistralConfig, dict(sliding_window=4096), False),
+    (FalconConfig, dict(alibi=True), False)], ids=["neox", "mistral", "mistral-windowed", "alibi"])
+def test_whether_a_model_allows_shared_prompts_is_found_out(config_class, own, allows):
+    config = config_class(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                          num_key_value_heads=2, pad_token_id=0, bos_token_id=0, eos_token_id=0, **own)
+    assert humanline.can_share_prompts(AutoModelForCausalLM.from_config(config), Config()) == allows
 
 
 # The boundary of prompt and completion.

@@ -62,6 +62,49 @@ def test_cutting_a_batch_into_microbatches_changes_nothing(tiny, loss, perceptio
     assert {1, 2, 3} <= cuts and max(cuts) == (4 if loss == "dpo" else 8)
 
 
+def shared_batch(loss: str) -> Batch:
+    """A random batch whose prompts each come four times in a row."""
+    batch = random_batch(loss, 16)
+    for sequences in (batch.sequences, batch.mismatched):
+        for i, one in enumerate(sequences):
+            one.prompt = sequences[i - i % 4].prompt
+    return batch
+
+
+@pytest.mark.parametrize("perception", ["clip", "sample"])
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+def test_sharing_prompts_changes_nothing_whatever_the_cut(tiny, loss, perception):
+    policy, _, config = policy_of(tiny, loss=loss, perception=perception)
+    policy.double()
+    batch, shared = shared_batch(loss), []
+    for one in batch.sequences + batch.mismatched:
+        one.ref = one.ref.double()
+    apart = gradient(policy, batch, dataclasses.replace(config, share_prompts=False))
+    for tokens in (1000, 70, 24, 10, 1):
+        small = dataclasses.replace(config, microbatch_tokens=tokens)
+        assert torch.allclose(gradient(policy, batch, small), apart, rtol=1e-6, atol=1e-6 * float(apart.abs().max()))
+        cut = humanline.cut(batch.sequences, small)
+        shared.append(sum(one.shares for microbatch in cut for one in microbatch))
+        assert sorted(map(id, itertools.chain(*cut))) == sorted(map(id, batch.sequences))
+        for microbatch in cut:
+            rows = humanline.rows_of(microbatch)
+            assert len(rows) * max(map(humanline.width, rows)) <= tokens or len(microbatch) == (2 if loss == "dpo" else 1)
+            assert all(one.prompt == row[0].prompt for row in rows for one in row)
+            if loss == "dpo":
+                assert all(other.signal == -1 and one.prompt == other.prompt for one, other in zip(microbatch[::2], microbatch[1::2]))
+    assert shared[0] == (8 if loss == "dpo" else 12) and shared == sorted(shared, reverse=True) and shared[-1] == 0
+
+
+def test_ranks_share_a_batch_without_gap_or_overlap_though_memory_left_one_less(monkeypatch):
+    batch = shared_batch("grpo")
+    monkeypatch.setattr(humanline, "world_size", lambda: 2)
+    parts = []
+    for rank, tokens in enumerate([1000, 20]):
+        monkeypatch.setattr(humanline, "rank", lambda: rank)
+        parts += itertools.chain(*humanline.cut(batch.sequences, Config(loss="grpo", microbatch_tokens=tokens)))
+    assert sorted(map(id, parts)) == sorted(map(id, batch.sequences))
+
+
 @pytest.mark.parametrize("average", ["token", "sequence"])
 def test_grpo_averages_over_the_tokens_or_the_sequences_of_the_whole_batch(tiny, average):
     policy, _, config = policy_of(tiny, loss="grpo", perception="clip", average=average, microbatch_tokens=30)
