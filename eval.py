@@ -1200,9 +1200,9 @@ def tuning(runs: Runs) -> list[str]:
     """Learning rate, gradient norm and k of each variant, on seeds that no other experiment uses."""
     rows = [["on a worse model's data", "flags, best first", "pass@1"]]
     for loss in LOSSES:
-        for variant, switch in {"offline": f"{WORSE} {NEVER}", "humanline": WORSE, "online": f"{ONLINE} {NEVER}", "both": ONLINE,
+        for variant, switch in {"offline": f"{WORSE} {NEVER}", "humanline": WORSE, "online": f"{ONLINE} {NEVER}",
                                 "trust": f"{WORSE} --perception none"}.items():
-            syncs = [f"--sync-k {k}" for k in GRID[loss]] if variant in ("humanline", "trust", "both") else [""]
+            syncs = [f"--sync-k {k}" for k in GRID[loss] if k or variant != "trust"] if variant in ("humanline", "trust") else [""]
             tried = {}
             for lr, sync in itertools.product(("1e-4", "2.5e-4", "5e-4", "1e-3"), syncs):
                 tried[f"--lr {lr} {sync}".strip()] = runs(f"--loss {loss} {switch} --lr {lr} {sync}".strip())
