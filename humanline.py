@@ -1562,7 +1562,10 @@ def padded(rows: list[list[int]], value: int, side: str = "right") -> Tensor:
 
 
 def completion_logps(model: Module, ids: Tensor, labels: Tensor, **layout: Tensor) -> Tensor:
-    """Log-probs of `labels` (N, T) from token ids (N, T), by the model's trunk and its output head: (N, T)."""
+    """Log-probs of `labels` (N, T) from token ids (N, T), by the model's trunk and its output head: (N, T).
+
+    layout: position_ids (N, T) and attention_mask (N, 1, T, T), where rows hold more than one sequence.
+    """
     hidden = model.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
     head, softcap = model.get_output_embeddings(), getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return token_logps(hidden, head.weight, labels, head.bias, softcap)
