@@ -1905,23 +1905,29 @@ class Saver:
         self.folder, self.config, self.last = folder, config, last
         self.writer = ThreadPoolExecutor(1)
         self.writing: Future | None = None
+        self.copies: dict[tuple[str, str], Tensor] = {}  # kept from save to save: fresh memory is slow to come by
 
     def save(self, policy: Module, optimizer: torch.optim.Optimizer, reference: Reference, step: int) -> None:
         self.wait()
 
-        def copied(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-            gathered = ((name, whole(tensor.detach())) for name, tensor in tensors)  # by all ranks, for the first
-            return {name: value.to("cpu", copy=True).contiguous() for name, value in gathered if rank() == 0}
+        def copied(kind: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+            for name, tensor in named:
+                value = whole(tensor.detach())  # by all ranks, for the first
+                if rank() == 0:
+                    if (kind, name) not in self.copies:
+                        self.copies[kind, name] = torch.empty(value.shape, dtype=value.dtype)
+                    self.copies[kind, name].copy_(value)
+            return {name: value for (of, name), value in self.copies.items() if of == kind}
 
         parameters = list(policy.named_parameters())
         moments = [(f"{key}:{name}", value) for name, p in parameters for key, value in optimizer.state[p].items()]
         batches = pack_batches(list(reference.data.pending))
-        tensors = dict(policy=copied(parameters), optimizer=copied(moments), batches=batches)
+        tensors = dict(policy=copied("policy", parameters), optimizer=copied("optimizer", moments), batches=batches)
         if reference.model is not None:
-            tensors["reference"] = copied(reference.model.named_parameters())
+            tensors["reference"] = copied("reference", reference.model.named_parameters())
         elif reference.kept is not None:
             with reference.lent():
-                tensors["reference"] = copied(parameters)
+                tensors["reference"] = copied("reference", parameters)
         state = dict(step=step, until=reference.until, drawn_until=reference.data.drawn_until, settings=dict(vars(self.config)))
         if rank() == 0:
             self.writing = self.writer.submit(self.write, self.folder / f"step-{step:08d}", tensors, state)

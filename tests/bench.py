@@ -281,9 +281,11 @@ def saving(load: Workload, rounds: int) -> None:
             saver.wait()
             totals.append(time.perf_counter() - start)
         size = sum(p.numel() for p in policy.parameters())
-    table([["a save of", "the loop waits", "whole save", "share"],
-           [f"{size / 1e6:.0f} M parameters", f"{statistics.median(waits):.2f} s", f"{statistics.median(totals):.2f} s",
-            f"{statistics.median(waits) / statistics.median(totals):.0%}"]])
+    rows = [["a save of", "the loop waits", "whole save", "share"]]
+    for name, some in (("the first", slice(0, 1)), ("later ones, median", slice(1, None))):
+        wait, total = statistics.median(waits[some] or [math.nan]), statistics.median(totals[some] or [math.nan])
+        rows.append([f"{size / 1e6:.0f} M parameters, {name}", f"{wait:.2f} s", f"{total:.2f} s", f"{wait / total:.0%}" if total else ""])
+    table(rows)
 
 
 def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving"] = "steps", losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3,
