@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -289,7 +289,7 @@ def saving(load: Workload, rounds: int) -> None:
 
 
 def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving"] = "steps", losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3,
-         trl_python: str | None = None, gpu: bool = False) -> None:
+         trl_python: str | None = None, gpu: bool = False, train_steps: int = 8) -> None:
     """Measure, and print a table.
 
     Args:
@@ -298,8 +298,11 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving"] = "ste
         rounds: whole runs of each, interleaved.
         trl_python: a Python that has TRL installed; this one if it has.
         gpu: GPU sizes.
+        train_steps: steps of each run, of which the first two do not count.
     """
-    load = GPU if gpu else Workload()
+    global GPU
+    GPU = replace(GPU, steps=train_steps)
+    load = GPU if gpu else Workload(steps=train_steps)
     if trl_python is None:
         with contextlib.suppress(ImportError):
             import trl  # noqa: F401

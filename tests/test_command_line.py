@@ -135,6 +135,8 @@ BAD_FLAGS = [
     ("--data embedded:best", r"--data embedded:best: no such part; there are embedded:base"),
     ("--model no-such-folder", r"--model no-such-folder: .*; name a Hugging Face model, or a local folder"),
     ("--ref lookahead --sync-drift 0.1", r"--ref lookahead must know .* use --ref copy"),
+    ("--ref lookahead --sync-alpha 0.5", r"--ref lookahead takes the policy .* use --ref copy"),
+    ("--sync-alpha 1.5", r"--sync-alpha is 1.5; it must lie from 1e-09 to 1"),
     ("extra", r"extra"),
 ]
 BAD_CONFIGS = [

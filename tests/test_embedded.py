@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 from pathlib import Path
 
@@ -61,6 +62,21 @@ def test_the_suggested_next_command_is_the_baseline(first, monkeypatch):
     assert not config.humanline and config.sync_k == 0 and config.perception == "none" and config.lr == 5e-4
 
 
-def test_the_worse_model_is_worse(first):
-    rate = lambda part: torch.tensor([json.loads(line)["scores"] for line in Path(humanline.embedded(part, "data")).read_text().splitlines()]).mean()
-    assert rate("embedded:worse") < rate("embedded") - 0.1
+def test_the_worse_model_is_worse_and_the_better_better(first):
+    rows = lambda part: map(json.loads, Path(humanline.embedded(part, "data")).read_text().splitlines())
+    worse, base, better = (torch.tensor([row["scores"] for row in rows(part)]).mean()
+                           for part in ("embedded:worse", "embedded", "embedded:better"))
+    assert worse < base - 0.1 and better > base + 0.1
+
+
+def test_the_long_task_writes_down_every_partial_sum():
+    chance = random.Random(0)
+    assert humanline.demonstrate("7+8+5=", 0, chance) == "7+8=15\n15+5=20\n20" and humanline.demonstrate("12+34=", 0, chance) == "46"
+    wrong = humanline.demonstrate("7+8+5=", 1, chance).splitlines()
+    assert wrong[0] != "7+8=15" and wrong[1].startswith(wrong[0].split("=")[1] + "+5=") and wrong[1].endswith(f"={wrong[2]}")
+    rows, held_out = humanline.additions(long=True)
+    assert not {row["prompt"] for row in rows} & {row["prompt"] for row in held_out} and len(held_out) == 500
+    lengths = {len(row["answer"]) for row in rows}
+    assert 20 <= min(lengths) and max(lengths) < 48
+    config = humanline.parse_config(["--model", "embedded:long", "--data", "embedded:long-worse"])
+    assert config.eval_data == "embedded:long-test" and config.max_new_tokens == 48

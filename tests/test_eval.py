@@ -507,7 +507,7 @@ class Pretend(dict):
         level = 0.9 if "--sample-every 1 " in flags else 0.6 if "--no-humanline" in flags else 0.8
         after = level + 0.01 * int(flags.split()[-1])
         steps = {f"step {step}": after for step in (64, 128, 192, 256)}
-        return dict(before=0.4, after=after, best=after, best_step=256, drawing=2.0, training=10.0, warned=None) | steps
+        return dict(before=0.4, after=after, drawing=2.0, training=10.0) | steps
 
 
 def pretended(known, quick=False):

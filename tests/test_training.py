@@ -240,6 +240,33 @@ def test_no_second_model_is_made_where_the_batches_are_known(run, monkeypatch):
     assert len(loaded) == 5
 
 
+def test_a_soft_sync_goes_a_part_of_the_way(run, monkeypatch):
+    flat = lambda model: torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    seen, sync = [], humanline.Reference.sync
+
+    def spied(self, step):
+        before = flat(self.model)
+        sync(self, step)
+        seen.append((before, flat(self.policy), flat(self.model)))
+
+    monkeypatch.setattr(humanline.Reference, "sync", spied)
+    run("--sync-k 2 --sync-alpha 0.25 --steps 6")
+    for before, policy, after in seen[1:]:
+        assert not torch.equal(before, policy) and torch.allclose(after, 0.75 * before + 0.25 * policy, rtol=0, atol=1e-7)
+    assert len(seen) == 4
+
+
+def test_the_policys_log_probs_are_reported_of_all_and_of_wanted_completions(tiny):
+    policy, _, config = policy_of(tiny, loss="grpo", perception="none")
+    batch = random_batch("grpo")
+    with torch.no_grad():
+        logps, mask = humanline.log_probs(policy, batch.sequences)
+    wanted = mask & torch.tensor([one.signal > 0 for one in batch.sequences])[:, None]
+    report = humanline.forward_backward(policy, batch, config)
+    assert report["logp"] == pytest.approx(float(logps[mask].mean()), rel=1e-5)
+    assert report["logp_wanted"] == pytest.approx(float(logps[wanted].mean()), rel=1e-5)
+
+
 def test_sync_drift_syncs_when_the_drift_passes_and_only_then(run, monkeypatch):
     seen = spy(monkeypatch)
     lines = metrics(run("--sync-drift 0.4 --steps 12"))
@@ -260,7 +287,7 @@ def test_the_same_command_gives_the_same_run_to_the_last_digit(run, flags):
 
 @pytest.mark.parametrize("flags", [
     "--loss grpo --sync-k 3", "--loss dpo --sync-k 4 --perception sample", "--loss kto --no-humanline", "--loss grpo --sample-every 4 --sync-k 3",
-    "--loss dpo --sample-every 1 --sync-k 3", "--loss kto --sample-every 3 --no-humanline", "--loss grpo --sync-drift 0.3", "--ref copy --sync-k 3",
+    "--loss dpo --sample-every 1 --sync-k 3", "--loss kto --sample-every 3 --no-humanline", "--loss grpo --sync-drift 0.3", "--ref copy --sync-k 3", "--sync-k 2 --sync-alpha 0.5",
     "--loss dpo --sample-every 3 --sync-k 7"])
 @pytest.mark.parametrize("stop", [2, 3, 5])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, tmp_path, monkeypatch, flags, stop):
