@@ -162,9 +162,9 @@ class Reproduce:
     only: tuple[Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "tuning"], ...] = ()
     """Which experiments. Default: all but the tuning, whose results stand in eval.py."""
     quick: bool = False
-    """The headline rows only, with two seeds."""
-    seeds: int = 5
-    """Seeds of each run: 1, 2, …; the settings were tuned on 101 and 102."""
+    """The headline rows only."""
+    seeds: int | None = None
+    """Seeds of each run: 1, 2, …, on which nothing was tuned. Default: 5, or 2 with --quick."""
     jobs: int | None = None
     """Runs at a time, each on one thread. Default: as many as there are cores."""
     out: str | None = None
@@ -1057,14 +1057,15 @@ def gap(runs: Runs) -> list[str]:
     """Figure 1 and Table 1: does humanline close the gap between offline and online?"""
     rows = [["pass@1", "completions of", "offline", "offline + humanline", "online", "online + humanline",
              "humanline − offline, paired", "of the gap"]]
+    both = lambda loss: "–" if runs.quick else spread(runs(runs.variant(loss, "both")))
     verdicts = []
     for loss, least, excluded in (("grpo", 0.8, 0.4), ("dpo", 0.7, 0.3), ("kto", 0.7, 0.3)):
-        online, both = runs(runs.variant(loss, "online")), runs(runs.variant(loss, "both"))
+        online = runs(runs.variant(loss, "online"))
         for name, data in DATA.items() if not runs.quick else [("a worse model's", WORSE)]:
             offline, ours = runs(runs.variant(loss, "offline", data)), runs(runs.variant(loss, "humanline", data))
             share = closed(offline, ours, online)
-            rows.append([loss.upper(), name, *map(spread, (offline, ours, online, both)), spread(ours - offline, sign="+"),
-                         show_share(share)])
+            rows.append([loss.upper(), name, *map(spread, (offline, ours, online)), both(loss),
+                         spread(ours - offline, sign="+"), show_share(share)])
             if data == WORSE:
                 claim = f"{loss.upper()}, a worse model's data: humanline closes {show_share(share)} of the gap"
                 verdicts.append(holds(share[0] >= least and share[1] > excluded, f"{claim} (asked: {least:.0%}, the interval "
@@ -1287,11 +1288,12 @@ def reproduce(flags: Reproduce) -> None:
     out = new_file(flags.out, (".md",), "reproduce.md")
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
     experiments, chosen = EXPERIMENTS | {"tuning": tuning}, flags.only or (QUICK if flags.quick else tuple(EXPERIMENTS))
-    sources = ["embedded", "embedded:worse", "embedded:better", "embedded:test"]
+    sources = ["embedded", "embedded:worse", "embedded:test"]
+    sources += ["embedded:better"] if "quality" in chosen or ("gap" in chosen and not flags.quick) else []
     sources += ["embedded:long", "embedded:long-worse", "embedded:long-test"] if "long" in chosen else []
     home = [Path(humanline.embedded(source, "data")).parents[1] / "runs" for source in sources][0]  # made once, before many ask
     home.mkdir(exist_ok=True)
-    seeds = [101, 102] if "tuning" in chosen else list(range(1, 1 + (2 if flags.quick else flags.seeds)))
+    seeds = [101, 102] if "tuning" in chosen else list(range(1, 1 + (flags.seeds or (2 if flags.quick else 5))))
     known: dict[str, dict] = {}
     while True:  # what was found may ask for more, as the tuning does
         runs = Runs(seeds, known)
@@ -1309,13 +1311,13 @@ def reproduce(flags: Reproduce) -> None:
     write(out, "\n\n".join(text) + "\n")
     print("\n\n".join(text))
     print(f"\nreport: {out}; the runs are kept in {home}")
-    if {"gap", "sparse", "syncing"} <= set(chosen):
-        picture_report(runs, out.with_suffix(".png"))
+    if {"gap", "sparse"} <= set(chosen):
+        picture_report(runs, "syncing" in chosen, out.with_suffix(".png"))
 
 
-def picture_report(runs: Runs, path: Path) -> None:
-    """The claims at a glance: the gap, sparse sampling, and how often to sync."""
-    figure, (left, middle, right) = new_figure(3.4, 1, 3)
+def picture_report(runs: Runs, syncing: bool, path: Path) -> None:
+    """The claims at a glance: the gap, sparse sampling, and, where it was asked for, how often to sync."""
+    figure, (left, middle, *rest) = new_figure(3.4, 1, 3 if syncing else 2)
     shown = {"offline": "offline", "humanline": "offline + humanline", "online": "online"}
     for i, (variant, label) in enumerate(shown.items()):
         for x, loss in enumerate(LOSSES):
@@ -1334,12 +1336,13 @@ def picture_report(runs: Runs, path: Path) -> None:
         middle.plot((0, *steps), values.mean(1), dash, color=OKABE_ITO[colour], marker="o", markersize=3)
         middle.fill_between((0, *steps), values.min(1), values.max(1), color=OKABE_ITO[colour], alpha=0.15, linewidth=0)
     middle.set(title="GRPO, drawn every 64 steps", xlabel="steps", ylim=(0.3, 1))
-    taus = ("0.03", "0.1", "0.2", "0.4")
-    for lr, colour in zip(SURVEYED, (3, 4, 5)):
-        values = [runs(f"--loss grpo {WORSE} --sync-drift {tau} --lr {lr}").mean() for tau in taus]
-        right.plot(list(map(float, taus)), values, color=OKABE_ITO[colour], marker="o", markersize=3, label=f"lr {lr}")
-    right.set(title="GRPO, sync at a drift of", xlabel="τ, nats per token", xscale="log", ylim=(0.3, 1))
-    right.legend(frameon=False, fontsize=8)
+    for axis in rest:
+        taus = ("0.03", "0.1", "0.2", "0.4")
+        for lr, colour in zip(SURVEYED, (3, 4, 5)):
+            values = [runs(f"--loss grpo {WORSE} --sync-drift {tau} --lr {lr}").mean() for tau in taus]
+            axis.plot(list(map(float, taus)), values, color=OKABE_ITO[colour], marker="o", markersize=3, label=f"lr {lr}")
+        axis.set(title="GRPO, sync at a drift of", xlabel="τ, nats per token", xscale="log", ylim=(0.3, 1))
+        axis.legend(frameon=False, fontsize=8)
     save(figure, path, left)
 
 

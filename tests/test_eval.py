@@ -536,6 +536,12 @@ def test_every_experiment_asks_for_its_runs_before_it_knows_them_and_for_flags_t
     assert all(isinstance(line, str) and "nan" not in line for line in experiment(pretended(known)))
 
 
+@pytest.mark.parametrize("syncing", [True, False])
+def test_the_claims_are_drawn(tmp_path, syncing):
+    evaluation.picture_report(pretended(Pretend()), syncing, tmp_path / "claims.png")
+    assert (tmp_path / "claims.png").stat().st_size > 10_000
+
+
 def test_the_share_of_the_gap_has_an_honest_interval():
     chance, covered, rounds = np.random.default_rng(0), 0, 2000
     for _ in range(rounds):  # humanline closes 60 % of a gap of 0.2; seeds share their luck
