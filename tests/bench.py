@@ -6,6 +6,7 @@
   python tests/bench.py --what scaling                      # memory as the vocabulary grows, time as the tokens grow
   python tests/bench.py --what ranks                        # two ranks of one thread against one of two
   python tests/bench.py --what saving                       # how long the loop waits for a checkpoint
+  python tests/bench.py --what online                       # offline GRPO with humanline against online GRPO, 256 tokens
   python tests/bench.py --gpu                               # GPU sizes: 0.5 B parameters, completions of 256 to 768 tokens
 
 The workload: batches of 8 (pairs, examples, or one group of 8 samples), prompts of 64 tokens, completions of 64 to 192
@@ -78,7 +79,9 @@ def write_workload(folder: Path, load: Workload) -> None:
     prompt, answer = lambda: text(load.prompt, load.prompt), lambda: text(load.low, load.high)
     make = {"dpo": lambda i: dict(prompt=prompt(), chosen=answer(), rejected=answer()),
             "kto": lambda i: dict(prompt=prompt(), completion=answer(), label=i % 2 == 0),
-            "grpo": lambda i: dict(prompt=prompt(), answer=str(i))}
+            "grpo": lambda i: dict(prompt=prompt(), answer=str(i)),
+            "grpo-offline": lambda i: dict(prompt=prompt(), completions=[text(load.new - 1, load.new - 1) for _ in range(load.batch)],
+                                           scores=[chance.random() for _ in range(load.batch)])}
     for loss, row in make.items():
         rows = [row(i) for i in range(load.batch * load.steps)]
         if loss != "grpo":
@@ -103,9 +106,10 @@ def ours(folder: Path, load: Workload, loss: str, more: str = "", threads: int |
     """Steps of humanline.py: seconds each, peak MiB."""
     with tempfile.TemporaryDirectory() as out:
         flags = f"--model {folder / 'model'} --data {folder / loss}.jsonl --loss {loss} --steps {load.steps} --batch-size {load.batch} --out {out}/run"
+        if loss.startswith("grpo"):
+            flags = flags.replace("--loss grpo-offline", "--loss grpo") + " --batch-size 1 --kl-beta 0.01"
         if loss == "grpo":
-            flags += f" --batch-size 1 --group-size {load.batch} --sample-every 1 --max-new-tokens {load.new} --reward {folder}/reward.py:reward"
-            flags += " --kl-beta 0.01"
+            flags += f" --group-size {load.batch} --sample-every 1 --max-new-tokens {load.new} --reward {folder}/reward.py:reward"
         start = [sys.executable] + (["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else [])
         environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         output, peak = measured([*start, str(ROOT / "humanline.py"), *flags.split(), *more.split()], environment)
@@ -247,6 +251,16 @@ def scaling(load: Workload, rounds: int) -> None:
     table(rows)
 
 
+def online(folder: Path, load: Workload, rounds: int) -> None:
+    """GRPO that trains on the data's completions, with humanline, and GRPO that draws as many of that length at every step."""
+    offline, drawn = [], []
+    for _ in range(rounds):
+        offline.append(ours(folder, load, "grpo-offline", "--sync-k 1"))
+        drawn.append(ours(folder, load, "grpo", "--no-humanline"))
+    table([["GRPO step", "offline, humanline", "online", "times"],
+           [f"completions of {load.new} tokens", f"{middle(offline):.3f} s", f"{middle(drawn):.3f} s", f"{middle(drawn) / middle(offline):.2f}"]])
+
+
 def ranks(folder: Path, load: Workload, losses: list[str], rounds: int) -> None:
     rows = [["step", "1 rank, 2 threads", "2 ranks, 1 thread each", "ratio"]]
     for loss in losses:
@@ -288,7 +302,7 @@ def saving(load: Workload, rounds: int) -> None:
     table(rows)
 
 
-def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving"] = "steps", losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3,
+def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "online"] = "steps", losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3,
          trl_python: str | None = None, gpu: bool = False, train_steps: int = 8) -> None:
     """Measure, and print a table.
 
@@ -303,6 +317,7 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving"] = "ste
     global GPU
     GPU = replace(GPU, steps=train_steps)
     load = GPU if gpu else Workload(steps=train_steps)
+    load = replace(load, new=256) if what == "online" else load
     if trl_python is None:
         with contextlib.suppress(ImportError):
             import trl  # noqa: F401
@@ -312,7 +327,8 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving"] = "ste
         folder = Path(temporary)
         if what not in ("scaling", "saving"):
             write_workload(folder, load)
-        {"steps": lambda: steps(folder, load, losses, rounds, trl_python), "overhead": lambda: overhead(folder, load, losses, rounds),
+        {"online": lambda: online(folder, load, rounds),
+         "steps": lambda: steps(folder, load, losses, rounds, trl_python), "overhead": lambda: overhead(folder, load, losses, rounds),
          "scaling": lambda: scaling(load, rounds), "ranks": lambda: ranks(folder, load, losses, rounds), "saving": lambda: saving(load, rounds)}[what]()
 
 
