@@ -17,7 +17,7 @@ import humanline
 def first(tmp_path_factory):
     """The command with no arguments, in an empty folder."""
     folder = tmp_path_factory.mktemp("newcomer")
-    return command(cwd=folder, OMP_NUM_THREADS="2"), folder
+    return command(cwd=folder), folder
 
 
 def test_the_command_without_arguments_aligns_a_model(first):
