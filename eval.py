@@ -1161,7 +1161,8 @@ def quality(runs: Runs) -> list[str]:
         means, after = [*means, mean], [*after, found]
         rows.append([f"{number}, the {('least likely', 'second', 'third', 'likeliest')[number - 1]}", f"{mean:.2f}",
                      " ".join(f"{share:.0%}" for share in origins), spread(found)])
-    slope = np.polyfit(means, np.array(after), 1)[0] if means else np.array([math.nan])
+    away = np.array(means) - np.mean(means)
+    slope = away @ np.array(after) / max(away @ away, 1e-12)  # least squares, for each seed
     return [markdown(rows), holds(np.mean(slope) - half(slope) > 0, "likelier data is better data: "
                                   f"{spread(slope, sign='+')} of pass@1 per nat", undecided=np.mean(slope) + half(slope) > 0)]
 
