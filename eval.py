@@ -975,30 +975,40 @@ LOSSES = ("grpo", "dpo", "kto")
 DATA = {"its own samples": "--data embedded", "a worse model's": "--data embedded:worse",
         "a better model's": "--data embedded:better"}
 WORSE, NEVER, ONLINE = DATA["a worse model's"], "--no-humanline", "--sample-every 1"
-# Found by a coarse search on seed 100, before any reported seed was run; `--only tuning` searches further, on 101 and 102.
+SIZE = {"grpo": "--batch-size 16", "dpo": "--batch-size 32", "kto": "--batch-size 128"}  # groups of 8, pairs, completions
+# The best of what `--only tuning` tried, on seeds 101 and 102.
 TUNED = {
     "grpo": dict(offline="--lr 5e-4", humanline="--lr 5e-4 --sync-k 24", online="--lr 5e-4", both="--lr 5e-4 --sync-k 24"),
     "dpo": dict(offline="--lr 5e-4", humanline="--lr 5e-4 --sync-k 128", online="--lr 5e-4", both="--lr 5e-4 --sync-k 128"),
     "kto": dict(offline="--lr 5e-4", humanline="--lr 5e-4 --sync-k 0", online="--lr 5e-4", both="--lr 5e-4 --sync-k 0")}
 TRUST = {loss: f"--lr 5e-4 --sync-k {k}" for loss, k in (("grpo", 24), ("dpo", 128), ("kto", 128))}  # a sync without a clip
-GRID = {"lr": ("2e-4", "5e-4", "1e-3"), "norm": ("0.25",), "grpo": (24, 64), "dpo": (0, 128), "kto": (0, 128)}  # k by loss
+GRID = {"lr": ("1e-4", "2e-4", "4e-4", "8e-4"), "lr with a sync": ("2e-4", "4e-4"), "norm": "0.25",
+        "grpo": ("--sync-k 24", "--sync-k 64", "--sync-drift 0.2", "--sync-drift 0.4"),
+        "dpo": ("--sync-k 0", "--sync-k 64", "--sync-k 128"), "kto": ("--sync-k 0", "--sync-k 64", "--sync-k 128")}
 SYNCED = {"grpo": 24, "dpo": 128, "kto": 128}  # k of the ablation's rows with a sync
 SURVEYED = ("5e-5", "2e-4", "5e-4")  # learning rates of the survey of k and drift
 LONG_SYNC = "--sync-k 24"
-LONG = "--model embedded:long --steps 128 --batch-size 16 --lr 5e-4"
+LONG = "--loss grpo --model embedded:long --steps 128 --batch-size 16 --lr 5e-4"
 # The 97.5 % point of Student's t, by the number of seeds.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 class Runs:
-    """The runs that the experiments compare, by their flags. What has not been trained yet is noted, and answers with NaN."""
+    """The runs that the experiments compare, by their flags. What has not been trained yet is noted, and answers with NaN.
+
+    A seed is of everything: the base, the data that it and its like drew, and the run.
+    """
 
     def __init__(self, seeds: list[int], known: dict[str, dict]):
         self.seeds, self.known, self.wanted = seeds, known, {}
 
     def __call__(self, flags: str, what: str = "after") -> np.ndarray:
         """One number per seed: pass@1 `before`, `after` or at `step N`; or seconds, `drawing` or `training`."""
-        return np.array([self.lookup(f"{flags} --seed {seed}").get(what, math.nan) for seed in self.seeds])
+        return np.array([run.get(what, math.nan) for run in self.each(flags)])
+
+    def each(self, flags: str) -> list[dict]:
+        """What `train_once` says of each seed's run."""
+        return [self.lookup(f"{flags} --seed {seed}".replace("SEED", str(seed))) for seed in self.seeds]
 
     def lookup(self, flags: str) -> dict:
         self.wanted[flags] = None
@@ -1007,7 +1017,7 @@ class Runs:
     def variant(self, loss: str, variant: str, data: str = "", more: str = "") -> str:
         """The flags of a tuned variant: offline, humanline (offline too), online, or both."""
         switches = {"offline": f"{data} {NEVER}", "humanline": data, "online": f"{ONLINE} {NEVER}", "both": ONLINE}
-        return " ".join(f"--loss {loss} {switches[variant]} {TUNED[loss][variant]} {more}".split())
+        return " ".join(f"--loss {loss} {SIZE[loss]} {switches[variant]} {TUNED[loss][variant]} {more}".split())
 
 
 def half(values: np.ndarray) -> float:
@@ -1093,10 +1103,27 @@ def sparse(runs: Runs) -> list[str]:
                   f"{spread(plain - online, sign='+')} and {spread(plain - ours, sign='+')}, paired")]
 
 
+def falls(run: dict) -> int | None:
+    """The first measurement that lies 0.05 of pass@1 or more below an earlier one."""
+    best = -math.inf
+    for step in sorted(int(name.removeprefix("step ")) for name in run if name.startswith("step ")):
+        if run[f"step {step}"] <= best - 0.05:
+            return step
+        best = max(best, run[f"step {step}"])
+    return None
+
+
+def warned(run: dict) -> int | None:
+    """The step at which the trainer warned of a collapse."""
+    collapse = humanline.Collapse()
+    logps = run.get("metrics", {}).get("logp_wanted", [])
+    return next((step for step, logp in enumerate(logps, 1) if collapse(logp)), None)
+
+
 def syncing(runs: Runs) -> list[str]:
     """k and drift: how often to sync, over a tenfold range of the learning rate, on stale and on fresh data."""
     rows, shares = [["GRPO, a worse model's data", *(f"lr {lr}" for lr in SURVEYED)]], {}
-    at = lambda lr, how: f"--loss grpo {how} --lr {lr}"
+    at = lambda lr, how: f"--loss grpo {SIZE['grpo']} {how} --lr {lr}"
     ends = {lr: (runs(at(lr, f"{WORSE} {NEVER}")), runs(at(lr, f"{ONLINE} {NEVER}"))) for lr in SURVEYED}
     for end, name in enumerate(("offline", "online")):
         rows.append([name, *(spread(ends[lr][end]) for lr in SURVEYED)])
@@ -1110,11 +1137,17 @@ def syncing(runs: Runs) -> list[str]:
     k, tau = best("k = "), best("drift")
     verdict = holds(min(shares[tau]) >= 0.7 > min(shares[k]), f"one τ serves every lr where no k does: the best, {tau}, "
                     f"closes at least {min(shares[tau]):.0%} of the gap at each, and the best of the k, {k}, {min(shares[k]):.0%}")
+    told = [(falls(run), warned(run)) for how in settings.values() for lr in SURVEYED for run in runs.each(at(lr, f"{WORSE} {how}"))]
+    fell, stood = ([told for told in told if (told[0] is None) == kept] for kept in (False, True))
+    in_time, false = sum(step is not None and step <= fall for fall, step in fell), sum(step is not None for _, step in stood)
+    warning = holds(in_time >= 0.8 * len(fell) and false <= 0.1 * len(stood), "the trainer's warning comes before the fall: of "
+                    f"{len(fell)} runs that lost 0.05 of pass@1 from one measurement to a later one, {in_time} had been warned of; "
+                    f"of {len(stood)} others, {false}")
     fresh = [["GRPO, samples drawn every step", "lr 2e-4"],
              ["reference set to the policy at each drawing", spread(runs(at("2e-4", f"{ONLINE} {NEVER}")))]]
     for name, how in {"k = 1": "--sync-k 1", "k = 64": "--sync-k 64"}.items():
         fresh.append([f"humanline, {name}", spread(runs(at("2e-4", f"{ONLINE} {how}")))])
-    return [markdown(rows), "In brackets the share of the gap at that learning rate.", verdict, markdown(fresh)]
+    return [markdown(rows), "In brackets the share of the gap at that learning rate.", verdict, warning, markdown(fresh)]
 
 
 def ablation(runs: Runs) -> list[str]:
@@ -1131,7 +1164,7 @@ def ablation(runs: Runs) -> list[str]:
         for loss in LOSSES:
             k, lr = SYNCED[loss], re.search(r"--lr \S+", TUNED[loss]["humanline"]).group()
             how = flags.format(k=k, soft=max(1, k // 2), trust=TRUST[loss])
-            found[name, loss] = runs(f"--loss {loss} {WORSE} {how}" + (f" {lr}" if "--lr" not in how else ""))
+            found[name, loss] = runs(f"--loss {loss} {SIZE[loss]} {WORSE} {how}" + (f" {lr}" if "--lr" not in how else ""))
         rows.append([name] + [spread(found[name, loss]) for loss in LOSSES])
     verdicts = []
     for loss in LOSSES:
@@ -1156,7 +1189,9 @@ def quality(runs: Runs) -> list[str]:
     """Does the mean token log-prob of offline data predict how well offline + humanline does?"""
     rows = [["GRPO with humanline, quartile of mean token log-prob", "nats/token", "drawn by worse, base, better", "pass@1"]]
     means, after = [], []
-    for number, (path, mean, origins) in enumerate(runs.quartiles, 1):
+    for number, parts in enumerate(zip(*runs.quartiles), 1):  # of each seed's base
+        path = parts[0][0]
+        mean, *origins = np.mean([[mean, *origins] for _, mean, origins in parts], 0)
         found = runs(runs.variant("grpo", "humanline", f"--data {shlex.quote(path)} --eval-data embedded:test"))
         means, after = [*means, mean], [*after, found]
         rows.append([f"{number}, the {('least likely', 'second', 'third', 'likeliest')[number - 1]}", f"{mean:.2f}",
@@ -1173,7 +1208,7 @@ def long(runs: Runs) -> list[str]:
     cases = {"offline, a worse model's": f"{worse} {NEVER}", "offline, a worse model's, humanline": f"{worse} {LONG_SYNC}",
              "online": f"{own} {ONLINE} {NEVER}", "every 64 steps": f"{own} --sample-every 64 {NEVER}",
              "every 64 steps, humanline": f"{own} --sample-every 64 {LONG_SYNC}"}
-    found = {name: f"--loss grpo {LONG} {flags}" for name, flags in cases.items()}
+    found = {name: f"{LONG} {flags}" for name, flags in cases.items()}
     rows = [["GRPO, whole computation right", "after 64 steps", "128", "seconds, drawing"]]
     for name, flags in found.items():
         seconds = f"{np.mean(runs(flags, 'training')):.0f}, {np.mean(runs(flags, 'drawing')):.0f}"
@@ -1196,13 +1231,13 @@ def tuning(runs: Runs) -> list[str]:
     for loss in LOSSES:
         for variant, switch in {"offline": f"{WORSE} {NEVER}", "humanline": WORSE, "online": f"{ONLINE} {NEVER}",
                                 "trust": f"{WORSE} --perception none"}.items():
-            syncs = {"humanline": GRID[loss], "trust": [k for k in GRID[loss] if k]}.get(variant)
-            syncs = [""] if syncs is None else [f"--sync-k {k}" for k in syncs]
-            tried = {f"--lr {lr} {sync}".strip(): [] for lr, sync in itertools.product(GRID["lr"], syncs)}
-            tried = {flags: runs(f"--loss {loss} {switch} {flags}") for flags in tried}
+            syncs = {"humanline": GRID[loss], "trust": [how for how in GRID[loss] if how != "--sync-k 0"]}.get(variant, [""])
+            rates = GRID["lr with a sync" if variant in ("humanline", "trust") else "lr"]
+            measure = lambda flags: runs(f"--loss {loss} {SIZE[loss]} {switch} {flags}")
+            tried = {flags: measure(flags) for flags in (f"--lr {lr} {sync}".strip() for lr in rates for sync in syncs)}
             best = max(tried, key=lambda flags: np.nan_to_num(tried[flags].mean()))
-            for flags in (f"{best} --max-grad-norm {norm}" for norm in GRID["norm"]):
-                tried[flags] = runs(f"--loss {loss} {switch} {flags}")
+            flags = f"{best} --max-grad-norm {GRID['norm']}"
+            tried[flags] = measure(flags)
             for flags in sorted(tried, key=lambda flags: -np.nan_to_num(tried[flags].mean()))[:4]:
                 rows.append([f"{loss.upper()}, {variant}", f"`{flags}`", " ".join(f"{value:.3f}" for value in tried[flags])])
     return [markdown(rows)]
@@ -1212,27 +1247,47 @@ EXPERIMENTS = dict(gap=gap, sparse=sparse, long=long, syncing=syncing, ablation=
 QUICK = ("gap", "sparse")
 
 
-def quartiles(home: Path) -> list[tuple[str, float, list[float]]]:
-    """All offline completions that differ in score within their group, in four files by mean token log-prob under the base.
+def quartiles(home: Path, seed: int) -> list[tuple[str, float, list[float]]]:
+    """Four files, by mean token log-prob under a seed's base, of all offline completions that differ in score in their group.
 
-    Returns for each file its path, the mean of its groups' mean token log-probs, and how much of it each model drew.
+    Returns for each its path, SEED in place of the seed, the mean of its groups' mean token log-probs, and how much of it each
+    model drew; not numbers where `make_quartiles` has not made them yet.
     """
-    index = home / "quartiles.json"
-    if not index.exists():
-        sampler, groups = load("embedded", humanline.parse_config([]), scored=False), []
-        for origin, name in enumerate(("embedded:worse", "embedded", "embedded:better")):
-            rows = [row for row in humanline.read_rows(name, sampler.config, "--data") if len(set(row.scores)) > 1]
-            scored = token_logps(sampler, encode(sampler, rows, offline=True))
-            groups += [(float(np.concatenate(one).mean()), origin, row.fields) for one, row in zip(scored, rows)]
-        groups.sort(key=lambda group: group[0])
-        found = []
-        for number, part in enumerate(np.array_split(np.arange(len(groups)), 4), 1):
-            path, members = home / f"quartile-{number}.jsonl", [groups[i] for i in part]
-            write(path, json_lines(fields for _, _, fields in members))
-            found.append((str(path), float(np.mean([mean for mean, *_ in members])),
-                          [float(np.mean([origin == i for _, origin, _ in members])) for i in range(3)]))
-        write(index, json.dumps(found))
-    return [tuple(one) for one in json.loads(index.read_text())]
+    index = home / f"quartiles-{seed}.json"
+    told = json.loads(index.read_text()) if index.exists() else [(math.nan, [math.nan] * 3)] * 4
+    return [(str(home / f"quartile-{number}-of-SEED.jsonl"), mean, origins) for number, (mean, origins) in enumerate(told, 1)]
+
+
+def make_quartiles(home: Path, seed: int) -> None:
+    """Score the data of the three models, sort it and write it in four parts."""
+    sampler, groups = load("embedded", humanline.parse_config([]), scored=False), []
+    for origin, name in enumerate(("embedded:worse", "embedded", "embedded:better")):
+        rows = [row for row in humanline.read_rows(name, sampler.config, "--data") if len(set(row.scores)) > 1]
+        scored = token_logps(sampler, encode(sampler, rows, offline=True))
+        groups += [(float(np.concatenate(one).mean()), origin, row.fields) for one, row in zip(scored, rows)]
+    groups.sort(key=lambda group: group[0])
+    told = []
+    for part, (path, *_) in zip(np.array_split(np.arange(len(groups)), 4), quartiles(home, seed)):
+        members = [groups[i] for i in part]
+        write(Path(path.replace("SEED", str(seed))), json_lines(fields for _, _, fields in members))
+        told.append((np.mean([mean for mean, *_ in members]), [np.mean([origin == i for _, origin, _ in members]) for i in range(3)]))
+    write(home / f"quartiles-{seed}.json", json.dumps(told))
+
+
+def sources_of(chosen: Iterable[str], quick: bool) -> list[str]:
+    """The embedded models and data that the experiments need."""
+    sources = ["embedded:worse", "embedded:test"]
+    sources += ["embedded", "embedded:better"] if {"gap", "quality"} & {*chosen} and not quick else []
+    return sources + (["embedded:long", "embedded:long-worse", "embedded:long-test"] if "long" in chosen else [])
+
+
+def prepare(seed: int, sources: list[str], home: Path, quality: bool) -> None:
+    """Make a seed's models and data, before many runs want them at once."""
+    humanline.EMBEDDED["seed"] = seed
+    for source in sources:
+        humanline.embedded(source, "data")
+    if quality and not (home / f"quartiles-{seed}.json").exists():
+        make_quartiles(home, seed)
 
 
 def run_file(flags: str, home: Path) -> Path:
@@ -1247,6 +1302,7 @@ def train_once(flags: str, home: Path) -> dict:
     if not path.exists():
         with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             config = humanline.parse_config([*shlex.split(flags), "--out", f"{folder}/run"])
+            humanline.EMBEDDED["seed"] = config.seed
             if humanline.train(config)["stopped"]:
                 raise UserError("interrupted; the same command goes on where it was")
             lines = humanline.read_metrics(Path(folder, "run", "metrics.jsonl"))
@@ -1262,25 +1318,39 @@ def train_once(flags: str, home: Path) -> dict:
 
 
 def start_worker() -> None:
-    """One thread, and each data file read only once by a process that trains on it many times."""
+    """One thread, and each data file read and encoded once by a process that trains on it many times."""
     torch.set_num_threads(1)
-    read, kept = humanline.read_rows, {}
-    humanline.read_rows = lambda name, config, flag: kept.get(name) or kept.setdefault(name, read(name, config, flag))
+
+    def remember(name: str, key: Callable[..., tuple]) -> None:
+        make, known = getattr(humanline, name), {}
+
+        def found(*args: Any) -> Any:
+            at = humanline.EMBEDDED["seed"], *key(*args)
+            if at not in known and len(known) >= 8:
+                known.clear()
+            return known[at] if at in known else known.setdefault(at, make(*args))
+
+        setattr(humanline, name, found)
+
+    remember("read_rows", lambda name, config, flag: (name,))
+    remember("encode_rows", lambda rows, tokenizer, end, longest, config, flag="--data":
+             (flag, config.model, config.data, config.eval_data, bool(config.sample_every), longest))
 
 
-def train_all(wanted: list[str], home: Path, jobs: int | None) -> dict[str, dict]:
+def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str], quality: bool) -> dict[str, dict]:
     """What came out of the wanted runs, by their flags; those that the cache lacks are trained, each on one thread."""
-    missing = [run for run in wanted if not run_file(run, home).exists()]
+    seed = lambda run: int(run.split("--seed ")[1])
+    missing = sorted((run for run in wanted if not run_file(run, home).exists()), key=seed)  # runs on the same data in a row
     if missing:
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs or os.cpu_count(), spawn, start_worker) as pool:
-            asked = [pool.submit(train_once, run, home) for run in missing]
-            try:
-                for done in tqdm(as_completed(asked), total=len(asked), unit="run", disable=False):
+        pool = ProcessPoolExecutor(jobs or os.cpu_count(), multiprocessing.get_context("spawn"), start_worker)
+        try:
+            for work, unit, things in ((lambda seed: (prepare, seed, sources, home, quality), "base", sorted({*map(seed, missing)})),
+                                       (lambda run: (train_once, run, home), "run", missing)):
+                asked = [pool.submit(*work(thing)) for thing in things]
+                for done in tqdm(as_completed(asked), total=len(asked), unit=unit, disable=False):
                     done.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        finally:
+            pool.shutdown(cancel_futures=True)
     return {run: train_once(run, home) for run in wanted}
 
 
@@ -1289,24 +1359,21 @@ def reproduce(flags: Reproduce) -> None:
     out = new_file(flags.out, (".md",), "reproduce.md")
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
     experiments, chosen = EXPERIMENTS | {"tuning": tuning}, flags.only or (QUICK if flags.quick else tuple(EXPERIMENTS))
-    sources = ["embedded", "embedded:worse", "embedded:test"]
-    sources += ["embedded:better"] if "quality" in chosen or ("gap" in chosen and not flags.quick) else []
-    sources += ["embedded:long", "embedded:long-worse", "embedded:long-test"] if "long" in chosen else []
-    home = [Path(humanline.embedded(source, "data")).parents[1] / "runs" for source in sources][0]  # made once, before many ask
+    home = Path(humanline.embedded("embedded:test", "data")).parents[1] / "runs"
     home.mkdir(exist_ok=True)
     seeds = [101, 102] if "tuning" in chosen else list(range(1, 1 + (flags.seeds or (2 if flags.quick else 5))))
     known: dict[str, dict] = {}
     while True:  # what was found may ask for more, as the tuning does
         runs = Runs(seeds, known)
-        runs.quick, runs.quartiles = flags.quick, quartiles(home) if "quality" in chosen else []
+        runs.quick, runs.quartiles = flags.quick, [quartiles(home, seed) for seed in seeds]
         report = {name: experiments[name](runs) for name in chosen}
         if runs.wanted.keys() <= known.keys():
             break
-        known = train_all(list(runs.wanted), home, flags.jobs)
+        known = train_all(list(runs.wanted), home, flags.jobs, sources_of(chosen, flags.quick), "quality" in chosen)
     verdicts = sum(line.startswith("- **") for lines in report.values() for line in lines)
     text = [f"# humanline, re-run\n\n`python eval.py reproduce{' --quick' if flags.quick else ''}`: {len(runs.wanted)} runs, "
-            f"seeds {seeds[0]} to {seeds[-1]}. Mean ± half of the 95 % interval over seeds; differences are paired by seed. "
-            f"{verdicts} verdicts, not corrected for their number."]
+            f"seeds {seeds[0]} to {seeds[-1]}, each with a base of its own. Mean ± half of the 95 % interval over seeds; "
+            f"differences are paired by seed. {verdicts} verdicts, not corrected for their number."]
     for name, lines in report.items():
         text.append(f"## {experiments[name].__doc__.rstrip('.')}\n\n" + "\n\n".join(lines).replace("\n\n- ", "\n- "))
     write(out, "\n\n".join(text) + "\n")
@@ -1340,7 +1407,7 @@ def picture_report(runs: Runs, syncing: bool, path: Path) -> None:
     for axis in rest:
         taus = ("0.03", "0.1", "0.2", "0.4")
         for lr, colour in zip(SURVEYED, (3, 4, 5)):
-            values = [runs(f"--loss grpo {WORSE} --sync-drift {tau} --lr {lr}").mean() for tau in taus]
+            values = [runs(f"--loss grpo {SIZE['grpo']} {WORSE} --sync-drift {tau} --lr {lr}").mean() for tau in taus]
             axis.plot(list(map(float, taus)), values, color=OKABE_ITO[colour], marker="o", markersize=3, label=f"lr {lr}")
         axis.set(title="GRPO, sync at a drift of", xlabel="τ, nats per token", xscale="log", ylim=(0.3, 1))
         axis.legend(frameon=False, fontsize=8)

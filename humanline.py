@@ -845,7 +845,7 @@ class Sequence:
     completion: list[int]
     signal: float = 0.0  # GRPO: the advantage; DPO: +1 chosen, -1 rejected; KTO: +λ_D desirable, -λ_U undesirable
     row: int = 0
-    ref: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t)
+    ref: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t); None: π_ref is the policy as it stands
     rejected: Tensor | None = None  # (len(completion),) booleans, with --perception sample
     shares: bool = False  # lies behind the sequence before it in one row of the forward pass, with the same prompt; see `cut`
 
@@ -1689,7 +1689,7 @@ class Reference:
     def score_known(self, after: int) -> None:
         """The reference log-probs of the known batches that the present reference serves, by the policy as it stands."""
         batches = self.data.known(self.until, after)
-        for batch in tqdm(batches, desc="reference", leave=False, disable=len(batches) < 64):
+        for batch in tqdm(batches, desc="reference", leave=False, disable=len(batches) < 64 or None):
             score(self.policy, batch, self.config)
 
     def sync(self, step: int) -> None:
@@ -1710,8 +1710,9 @@ class Reference:
 
     def drawn(self, step: int) -> None:
         """Batches from `step` on were just drawn: score those that the present reference serves."""
-        if not self.syncs:  # the baseline's reference is the policy that drew
-            self.sync(step - 1)
+        if not self.syncs:  # the baseline's reference is the policy that drew; drawn for one step, it is the policy itself
+            if self.model is not None or self.data.drawn_until > step:
+                self.sync(step - 1)
         elif self.kept is not None:
             with self.lent():
                 self.score_known(step - 1)
@@ -1723,11 +1724,12 @@ class Reference:
 # Every mean is over the global batch, so the cut into microbatches changes nothing.
 
 
-def log_ratios(policy: Module, sequences: list[Sequence], config: Config) -> tuple[Tensor, Tensor]:
-    """d = log π_θ - log π_ref: (N, T), 0 outside the completions, and the (N, T) mask."""
+def log_ratios(policy: Module, sequences: list[Sequence], config: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """d = log π_θ - log π_ref: (N, T), 0 outside the completions; the (N, T) mask; log π_θ (N, T)."""
     with mixed_precision(policy.device, config):
         logps, mask = log_probs(policy, sequences)
-    return logps - to_rows([one.ref for one in sequences], sequences, logps), mask
+    itself = not sequences or sequences[0].ref is None
+    return logps - (logps.detach() if itself else to_rows([one.ref for one in sequences], sequences, logps)), mask, logps
 
 
 def perceive(log_ratio: Tensor, sequences: list[Sequence], config: Config) -> tuple[Tensor, Tensor]:
@@ -1763,6 +1765,31 @@ def kto_reference_point(policy: Module, batch: Batch, config: Config) -> Tensor:
     return torch.as_tensor(total / max(1, len(batch.mismatched)), device=policy.device).clamp(min=0)
 
 
+class Collapse:
+    """Whether a run is coming apart, told from the log-prob of the completions that the loss wants likelier.
+
+    While a run learns, their mean log π_θ per token rises. Once it falls, for `window` steps taken together, below twice what
+    it was at its best, the policy is losing what it was taught with what it is taught against, and its rewards go next:
+    `python eval.py reproduce --only syncing` counts how often it is right.
+    """
+
+    def __init__(self, window: int = 16, least: float = 0.05):
+        self.recent: deque[float] = deque(maxlen=window)
+        self.best, self.least, self.told = -math.inf, least, False
+
+    def __call__(self, logp_wanted: float | None) -> str:
+        """What to say after a step, once; logp_wanted: nats per token, as in the metrics."""
+        if logp_wanted is not None:
+            self.recent.append(logp_wanted)
+        if self.told or len(self.recent) < self.recent.maxlen:
+            return ""
+        now = mean(self.recent)
+        self.best = max(self.best, now)
+        self.told = now < self.best - max(self.least, -self.best)
+        said = f"the completions that the loss wants likelier have fallen from {self.best:.2f} to {now:.2f} nats per token: the run "
+        return said + "may be coming apart; try a lower --lr, fewer syncs or fresher samples (--sample-every)" if self.told else ""
+
+
 def batch_loss(d: Tensor, seen: Tensor, mask: Tensor, signals: Tensor, z0: Tensor | None,
                counts: dict[str, int], config: Config) -> tuple[Tensor, Tensor]:
     """A microbatch's share of the global mean loss, and of the mean reward margin (0 for GRPO).
@@ -1792,13 +1819,11 @@ def forward_backward(policy: Module, batch: Batch, config: Config) -> dict[str, 
     if config.perception == "sample":
         draw_rejections(policy, batch, config)
     totals = fit_memory(lambda: accumulate(policy, batch, z0, counts, config), config)
-    loss, margin, *sums, moved, wanted_moved = add_up(totals).tolist()
+    loss, margin, *sums, wanted_logps = add_up(totals).tolist()
+    wanted = sum(len(one.completion) for one in batch.sequences if one.signal > 0)
     report = dict(loss=loss, tokens=counts["tokens"])
-    report |= {name: total / max(1, counts["tokens"]) for name, total in zip(("unclamped", "drift", "kl"), sums)}
-    refs, wanted_refs = (torch.cat([one.ref for one in batch.sequences if one.signal > least] or [torch.zeros(0)])
-                         for least in (-math.inf, 0))  # log π_θ = log π_ref + d
-    report["logp"] = (float(refs.sum()) + moved) / max(1, len(refs))
-    report["logp_wanted"] = (float(wanted_refs.sum()) + wanted_moved) / len(wanted_refs) if len(wanted_refs) else None
+    report |= {name: total / max(1, counts["tokens"]) for name, total in zip(("unclamped", "drift", "kl", "logp"), sums)}
+    report["logp_wanted"] = wanted_logps / wanted if wanted else None
     report |= dict(reward=batch.reward, reward_margin=margin if config.loss != "grpo" else None)
     report |= dict(z0=float(z0) if z0 is not None else None)
     return {name: value for name, value in report.items() if value is not None}
@@ -1807,19 +1832,19 @@ def forward_backward(policy: Module, batch: Batch, config: Config) -> dict[str, 
 def accumulate(policy: Module, batch: Batch, z0: Tensor | None, counts: dict[str, int], config: Config) -> Tensor:
     """Forward and backward of this rank's microbatches, then the sum of all ranks' gradients.
 
-    Returns this rank's (7,) sums: loss, reward margin, tokens let through, |d|, KL, d, and d of wanted completions.
+    Returns this rank's (7,) sums: loss, reward margin, tokens let through, |d|, KL, log π_θ, the same of wanted completions.
     """
     policy.zero_grad()  # of an attempt that ran out of memory
     totals = torch.zeros(7, dtype=torch.float64, device=policy.device)
     for microbatch in cut(batch.sequences, config):
-        d, mask = log_ratios(policy, microbatch, config)
+        d, mask, logps = log_ratios(policy, microbatch, config)
         seen, through = perceive(d, microbatch, config)
         signals = torch.tensor([one.signal for one in microbatch] or [0.0], device=d.device)
         loss, margin = batch_loss(d, seen, mask, signals, z0, counts, config) if microbatch else (d.sum(), signals.sum())
         (loss * world_size() if config.shard else loss).backward()  # FSDP takes the ranks' mean
         with torch.no_grad():
-            sums = loss, margin, (through & mask).sum(), d.abs().sum(), token_kl(d).sum(), d.sum(), d[signals > 0].sum()
-            totals += torch.stack(sums).double()
+            sums = loss, margin, (through & mask).sum(), d.abs().sum(), token_kl(d).sum(), logps.sum()
+            totals += torch.stack((*sums, logps[signals > 0].sum())).double()
     for p in policy.parameters():
         p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
     if world_size() > 1 and not config.shard:  # FSDP has added them up in its backward pass
@@ -2159,6 +2184,7 @@ def train(config: Config) -> dict:
         track = tracker(config, out, first)
         before = gather(first_line.get("accuracy_before"))[0]
         accuracy = before = measure(0) if measure and before is None else before
+        collapse = Collapse()
         asked, stop, quiet = stack.enter_context(stop_requests()), False, dict(disable=True) if rank() else {}
         bar = tqdm(range(first, config.steps + 1), desc=config.loss, initial=first - 1, total=config.steps, unit="step",
                    dynamic_ncols=True, **quiet)
@@ -2201,6 +2227,8 @@ def train(config: Config) -> dict:
                 line["accuracy_before"] = before
             if measure and (step == config.steps or (config.eval_every and step % config.eval_every == 0)):
                 accuracy = line["accuracy"] = measure(step)
+            if said := collapse(report.get("logp_wanted")):
+                warn(f"step {step}: {said}")
             metrics.write(json.dumps(line) + "\n")
             track(line)
             shown = {name: report.get(name) for name in ("loss", "reward", "unclamped")} | {"pass@1": accuracy}
@@ -2297,7 +2325,7 @@ def describe(config: Config, policy: Module, groups: list[Group], reference: Ref
 # ---------- The embedded default --------------------------------------------------------------------------------------
 # A tiny model that was taught two-digit additions by a demonstrator who is wrong too often.
 
-EMBEDDED = dict(seed=0, held_out=500, group=8, slips=(-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20))
+EMBEDDED = dict(seed=int(os.environ.get("HUMANLINE_BASE", 0)), held_out=500, group=8, slips=(-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20))
 LESSONS = {  # how often the demonstrator errs, at each partial sum; how many lessons, of how many demonstrations; learning rate
     "base": (0.4, 480, 384, 2e-2), "worse": (0.8, 120, 384, 2e-3), "better": (0.15, 120, 384, 2e-3),
     "long": (0.1, 560, 128, 2e-2), "long-worse": (0.3, 120, 128, 2e-3)}
@@ -2312,6 +2340,7 @@ def embedded(name: str, kind: Literal["model", "data"]) -> str:
     Models: `embedded` (the base), `embedded:worse` and `embedded:better`, which saw other demonstrators afterwards; and for
     sums of six digits, partial sums written down, `embedded:long` and `embedded:long-worse`. Data, one row per prompt with
     its answer: under the same names with scored samples of these; `embedded:test`, `embedded:long-test`: held out, without.
+    Other models and data of the same recipe come of another seed, the environment variable HUMANLINE_BASE.
     """
     part = name.partition(":")[2] or "base"
     parts = dict(model=(*LESSONS,), data=(*LESSONS, "test", "long-test"))[kind]

@@ -512,7 +512,7 @@ class Pretend(dict):
 
 def pretended(known, quick=False):
     runs = evaluation.Runs([1, 2, 3], known)
-    runs.quick, runs.quartiles = quick, [(f"quartile-{i}.jsonl", float(-i), [0.2, 0.3, 0.5]) for i in (4, 3, 2, 1)]
+    runs.quick, runs.quartiles = quick, [[(f"quartile-{i}.jsonl", float(-i), [0.2, 0.3, 0.5]) for i in (4, 3, 2, 1)]] * 3
     return runs
 
 
@@ -559,6 +559,7 @@ def test_reproduce_trains_once_and_then_reads_its_cache(ask, tiny, data_files, t
     monkeypatch.setattr(evaluation, "EXPERIMENTS", {"gap": lambda runs: [evaluation.spread(runs(flags), digits=6)]})
     monkeypatch.setattr(humanline, "embedded", lambda *_: str(tmp_path / "key" / "data" / "rows.jsonl"))
     (tmp_path / "key").mkdir()
+    monkeypatch.setattr(evaluation, "sources_of", lambda *_: [])
     evaluation.gap.__doc__ = evaluation.EXPERIMENTS["gap"].__doc__ = "The gap."
     first = ask("reproduce --only gap --seeds 1 --jobs 1")
     assert (tmp_path / "evals" / "reproduce.md").exists() and len(list((tmp_path / "key" / "runs").glob("*.json"))) == 1

@@ -240,6 +240,39 @@ def test_no_second_model_is_made_where_the_batches_are_known(run, monkeypatch):
     assert len(loaded) == 5
 
 
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+def test_a_reference_that_is_the_policy_itself_is_not_computed(run, monkeypatch, loss):
+    scored, score = [], humanline.score
+    monkeypatch.setattr(humanline, "score", lambda *args: scored.append(1) or score(*args))
+    flags = f"--loss {loss} --no-humanline {ONLINE}"
+    one = run(flags)
+    assert not scored
+    two = run(f"{flags} --ref copy")  # computes it
+    assert len(scored) == 6 and same_weights(one, two)
+    assert [line["loss"] for line in metrics(one)] == [line["loss"] for line in metrics(two)]
+    assert all(line["drift"] == 0 for line in metrics(one))
+
+
+@pytest.mark.parametrize("logps, step", [
+    ([-0.5 + 0.01 * i for i in range(40)], None),  # rises
+    ([-0.2] * 20 + [-0.25] * 40, None),  # falls a little
+    ([-0.2] * 20 + [-0.5] * 40, 31),  # 11 of 16 at -0.5: the mean is below -0.4
+    ([-0.02] * 20 + [-0.06] * 40, None),  # three times as unlikely, but by less than 0.05
+    ([-0.2, None] * 20 + [-0.5] * 40, 51),
+    ([-0.2] * 10 + [-0.5] * 5, None),  # shorter than the window
+])
+def test_a_collapse_is_told_once_the_wanted_completions_have_become_twice_as_unlikely(logps, step):
+    collapse = humanline.Collapse()
+    said = [i for i, logp in enumerate(logps, 1) if collapse(logp)]
+    assert said == ([] if step is None else [step])
+
+
+def test_the_run_warns_of_a_collapse(run, monkeypatch, capsys):
+    monkeypatch.setattr(humanline, "Collapse", lambda: lambda logp: "it falls" if logp < 0 else "")
+    run("--steps 2")
+    assert "warning: step 1: it falls" in capsys.readouterr().err
+
+
 def test_a_soft_sync_goes_a_part_of_the_way(run, monkeypatch):
     flat = lambda model: torch.cat([p.detach().double().flatten() for p in model.parameters()])
     seen, sync = [], humanline.Reference.sync
