@@ -2326,9 +2326,10 @@ def describe(config: Config, policy: Module, groups: list[Group], reference: Ref
 # A tiny model that was taught two-digit additions by a demonstrator who is wrong too often.
 
 EMBEDDED = dict(seed=int(os.environ.get("HUMANLINE_BASE", 0)), held_out=500, group=8, slips=(-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20))
-LESSONS = {  # how often the demonstrator errs, at each partial sum; how many lessons, of how many demonstrations; learning rate
-    "base": (0.4, 480, 384, 2e-2), "worse": (0.8, 120, 384, 2e-3), "better": (0.15, 120, 384, 2e-3),
-    "long": (0.1, 560, 128, 2e-2), "long-worse": (0.3, 120, 128, 2e-3)}
+LESSONS = {  # how often the demonstrator errs, at each partial sum, in the first lesson and in the last; how many lessons, of
+    # how many demonstrations; learning rate. Errors from the first lesson on would cost as much again to learn past them.
+    "base": (0.0, 0.4, 1000, 128, 2e-2), "worse": (0.8, 0.8, 120, 384, 2e-3), "better": (0.15, 0.15, 120, 384, 2e-3),
+    "long": (0.0, 0.1, 560, 128, 2e-2), "long-worse": (0.3, 0.3, 120, 128, 2e-3)}
 CHAT_TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
                  "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
                  "{% if add_generation_prompt %}<|assistant|>{% endif %}")
@@ -2400,15 +2401,15 @@ def additions(long: bool = False) -> tuple[list[dict], list[dict]]:
 
 def teach(model: Module, tokenizer: Any, part: str) -> None:
     """Imitate a demonstrator who errs. Muon learns this fastest."""
-    errs, steps, batch, lr = LESSONS[part]
+    first, last, steps, batch, lr = LESSONS[part]
     chance, rows = random.Random(EMBEDDED["seed"]), additions(part.startswith("long"))[0]
     prompts = encode_prompts(tokenizer, [[{"role": "user", "content": row["prompt"]}] for row in rows])
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
     optimizers = [torch.optim.Muon(matrices, lr=2 * lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
                   torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
-    for step in tqdm(range(steps), desc=f"teaching the embedded model (wrong {errs:.0%})", unit="step", leave=False):
-        picked = chance.choices(range(len(rows)), k=batch)
+    for step in tqdm(range(steps), desc=f"teaching the embedded model (wrong {last:.0%})", unit="step", leave=False):
+        picked, errs = chance.choices(range(len(rows)), k=batch), first + (last - first) * step / steps
         said = tokenizer([demonstrate(rows[i]["prompt"], errs, chance) + tokenizer.eos_token for i in picked])["input_ids"]
         logps, mask = log_probs(model, [Sequence(prompts[i], ids) for i, ids in zip(picked, said)])
         (-logps.sum() / mask.sum()).backward()
