@@ -978,15 +978,16 @@ WORSE, NEVER, ONLINE = DATA["a worse model's"], "--no-humanline", "--sample-ever
 SIZE = {"grpo": "--batch-size 16", "dpo": "--batch-size 32", "kto": "--batch-size 64"}  # groups of 8, pairs, completions
 # The best of what `--only tuning` tried, on seeds 101 and 102.
 TUNED = {
-    "grpo": dict(offline="--lr 5e-4", humanline="--lr 5e-4 --sync-k 24", online="--lr 5e-4", both="--lr 5e-4 --sync-k 24"),
-    "dpo": dict(offline="--lr 5e-4", humanline="--lr 5e-4 --sync-k 128", online="--lr 5e-4", both="--lr 5e-4 --sync-k 128"),
-    "kto": dict(offline="--lr 5e-4", humanline="--lr 5e-4 --sync-k 0", online="--lr 5e-4", both="--lr 5e-4 --sync-k 0")}
-TRUST = {loss: f"--lr 5e-4 --sync-k {k}" for loss, k in (("grpo", 24), ("dpo", 128), ("kto", 128))}  # a sync without a clip
-GRID = {"lr": ("2e-4", "4e-4", "8e-4"), "lr of trust": ("4e-4",), "norm": "0.25",
+    "grpo": dict(offline="--lr 16e-4", humanline="--lr 8e-4 --sync-k 64 --max-grad-norm 0.25", online="--lr 8e-4",
+                 both="--lr 8e-4 --sync-k 64 --max-grad-norm 0.25"),
+    "dpo": dict(offline="--lr 8e-4", humanline="--lr 16e-4 --sync-k 128", online="--lr 16e-4", both="--lr 16e-4 --sync-k 128"),
+    "kto": dict(offline="--lr 4e-4", humanline="--lr 4e-4 --sync-k 128", online="--lr 16e-4", both="--lr 16e-4 --sync-k 128")}
+TRUST = {loss: f"--lr 4e-4 --sync-k {k}" for loss, k in (("grpo", 64), ("dpo", 128), ("kto", 128))}  # a sync without a clip
+GRID = {"lr": ("2e-4", "4e-4", "8e-4", "16e-4"), "lr of trust": ("4e-4",), "norm": "0.25",
         "grpo": ("--sync-k 24", "--sync-k 64", "--sync-drift 0.2", "--sync-drift 0.4"),
         "dpo": ("--sync-k 0", "--sync-k 64", "--sync-k 128"), "kto": ("--sync-k 0", "--sync-k 64", "--sync-k 128")}
-SYNCED = {"grpo": 24, "dpo": 128, "kto": 128}  # k of the ablation's rows with a sync
-SURVEYED = ("5e-5", "2e-4", "5e-4")  # learning rates of the survey of k and drift
+SYNCED = {"grpo": 64, "dpo": 128, "kto": 128}  # k of the ablation's rows with a sync
+SURVEYED = ("16e-5", "5e-4", "16e-4")  # learning rates of the survey of k and drift
 LONG_SYNC = "--sync-k 24"
 LONG = "--loss grpo --model embedded:long --steps 128 --batch-size 16 --lr 5e-4"
 # The 97.5 % point of Student's t, by the number of seeds.
@@ -1138,14 +1139,14 @@ def syncing(runs: Runs) -> list[str]:
     verdict = holds(min(shares[tau]) >= 0.7 > min(shares[k]), f"one τ serves every lr where no k does: the best, {tau}, "
                     f"closes at least {min(shares[tau]):.0%} of the gap at each, and the best of the k, {k}, {min(shares[k]):.0%}")
     told = [(falls(run), warned(run)) for how in settings.values() for lr in SURVEYED for run in runs.each(at(lr, f"{WORSE} {how}"))]
-    fell, stood = ([told for told in told if (told[0] is None) == kept] for kept in (False, True))
+    fell, stood = [pair for pair in told if pair[0] is not None], [pair for pair in told if pair[0] is None]
     in_time, false = sum(step is not None and step <= fall for fall, step in fell), sum(step is not None for _, step in stood)
     warning = holds(in_time >= 0.8 * len(fell) and false <= 0.1 * len(stood), "the trainer's warning comes before the fall: of "
                     f"{len(fell)} runs that lost 0.05 of pass@1 from one measurement to a later one, {in_time} had been warned of; "
                     f"of {len(stood)} others, {false}")
-    fresh = [["GRPO, samples drawn every step", "lr 2e-4"],
-             ["reference set to the policy at each drawing", spread(runs(at("2e-4", f"{ONLINE} {NEVER}")))]]
-    fresh.append(["humanline, k = 1", spread(runs(at("2e-4", f"{ONLINE} --sync-k 1")))])
+    fresh = [["GRPO, samples drawn every step", "lr 5e-4"],
+             ["reference set to the policy at each drawing", spread(runs(at("5e-4", f"{ONLINE} {NEVER}")))]]
+    fresh.append(["humanline, k = 1", spread(runs(at("5e-4", f"{ONLINE} --sync-k 1")))])
     return [markdown(rows), "In brackets the share of the gap at that learning rate.", verdict, warning, markdown(fresh)]
 
 
@@ -1156,14 +1157,14 @@ def ablation(runs: Runs) -> list[str]:
         "neither": NEVER, "clip only": "--sync-k 0", "sync only (a trust region)": "--sync-k {k} --perception none",
         "sync and clip": "--sync-k {k}", "sync and rejection sampling": "--sync-k {k} --perception sample",
         "sync, tuned for no clip": "{trust} --perception none", "soft sync and clip": "--sync-k {soft} --sync-alpha 0.5",
-        "clip to ±0.5": "--sync-k {k} --log-eps-p -0.5 --log-eps-r 0.5", 
+        "clip to ±0.5": "--sync-k {k} --log-eps-p -0.5 --log-eps-r 0.5",
         "clip to [−0.5, 1.5]": "--sync-k {k} --log-eps-p -0.5"}
     found = {}
     for name, flags in settings.items():
         for loss in LOSSES:
-            k, lr = SYNCED[loss], re.search(r"--lr \S+", TUNED[loss]["humanline"]).group()
+            k, lr = SYNCED[loss], re.sub(r"--sync-k \S+", "", TUNED[loss]["humanline"])
             how = flags.format(k=k, soft=max(1, k // 2), trust=TRUST[loss])
-            found[name, loss] = runs(f"--loss {loss} {SIZE[loss]} {WORSE} {how}" + (f" {lr}" if "--lr" not in how else ""))
+            found[name, loss] = runs(f"--loss {loss} {SIZE[loss]} {WORSE} {how}" + (" " + lr if "--lr" not in how else ""))
         rows.append([name] + [spread(found[name, loss]) for loss in LOSSES])
     verdicts = []
     for loss in LOSSES:
@@ -1300,7 +1301,8 @@ def train_once(flags: str, home: Path) -> dict:
     """A run of humanline.py, or what the cache knows of it: pass@1 before, after and at some steps; seconds; its metrics."""
     path = run_file(flags, home)
     if not path.exists():
-        with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, \
+                contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             config = humanline.parse_config([*shlex.split(flags), "--out", f"{folder}/run"])
             humanline.EMBEDDED["seed"] = config.seed
             if humanline.train(config)["stopped"]:
@@ -1308,7 +1310,7 @@ def train_once(flags: str, home: Path) -> dict:
             lines = humanline.read_metrics(Path(folder, "run", "metrics.jsonl"))
         curve = {line["step"]: line["accuracy"] for line in lines if "accuracy" in line}
         kept = ("drift", "unclamped", "kl", "grad_norm", "logp", "logp_wanted", "reward_margin")
-        shown = {name: [float(f"{line[name]:.4g}") for line in lines] for name in kept if name in lines[0]}
+        shown = {name: [float(f"{line[name]:.4g}") if name in line else None for line in lines] for name in kept}
         drawing, training = (sum(line[name] for line in lines) for name in ("sample_seconds", "step_seconds"))
         found = dict(flags=flags, before=lines[0]["accuracy_before"], after=lines[-1]["accuracy"], drawing=drawing,
                      training=training, metrics=shown)

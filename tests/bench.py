@@ -7,6 +7,7 @@
   python tests/bench.py --what ranks                        # two ranks of one thread against one of two
   python tests/bench.py --what saving                       # how long the loop waits for a checkpoint
   python tests/bench.py --what online                       # offline GRPO with humanline against online GRPO, 256 tokens
+  python tests/bench.py --what decoding                     # ways to sample: a growing cache, a static one, continuous batching
   python tests/bench.py --gpu                               # GPU sizes: 0.5 B parameters, completions of 256 to 768 tokens
 
 The workload: batches of 8 (pairs, examples, or one group of 8 samples), prompts of 64 tokens, completions of 64 to 192
@@ -302,8 +303,57 @@ def saving(load: Workload, rounds: int) -> None:
     table(rows)
 
 
-def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "online"] = "steps", losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3,
-         trl_python: str | None = None, gpu: bool = False, train_steps: int = 8) -> None:
+def decoding(folder: Path, load: Workload, rounds: int) -> None:
+    """Sampled tokens per second: the trainer's call of `generate`, the same with a static cache, and `generate_batch`.
+
+    One token of 128 ends a completion, so their lengths differ as those of a real model do.
+    """
+    sys.path.insert(0, str(ROOT))
+    import humanline
+    from transformers import GenerationConfig
+
+    device = torch.device("cuda" if load is GPU and torch.cuda.is_available() else "cpu")
+    config = humanline.Config(model=str(folder / "model"), max_new_tokens=load.new, compile=False, sync_k=1, steps=1,
+                              dtype="bfloat16" if device.type == "cuda" else "float32")
+    policy = humanline.load_policy(config, device)[0].eval()
+    chance, count = random.Random(0), 256 if load is GPU else 64
+    prompts = [chance.choices(range(10, load.vocabulary), k=chance.randint(load.prompt // 2, load.prompt)) for _ in range(count)]
+    stops = list(range(0, load.vocabulary, 128))
+    settings = dict(do_sample=True, top_k=0, max_new_tokens=load.new, eos_token_id=stops, pad_token_id=0)
+
+    def static() -> int:
+        ids, mask = (humanline.padded(rows, 0, "left").to(device) for rows in (prompts, [[1] * len(one) for one in prompts]))
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            drawn = policy.generate(ids, attention_mask=mask, generation_config=GenerationConfig(cache_implementation="static", **settings))
+        return int(((drawn[:, ids.shape[1] :] % 128 == 0).cumsum(1) == 0).sum()) + count
+
+    def continuous() -> int:
+        with torch.no_grad():
+            found = policy.generate_batch(inputs=prompts, generation_config=GenerationConfig(**settings))
+        return sum(len(one.generated_tokens) for one in found.values())
+
+    ways = {"generate, as the trainer calls it": lambda: sum(map(len, humanline.sample(policy, prompts, stops, 0, config, 0))),
+            "generate, static cache": static, "generate_batch (continuous batching)": continuous}
+    rates = {name: [] for name in ways}
+    for _ in range(1 + rounds):  # the first compiles
+        for name, way in ways.items():
+            start = time.perf_counter()
+            try:
+                tokens = way()
+            except Exception as error:  # not every machine has every way
+                rates[name].append(math.nan)
+                print(f"{name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+                continue
+            rates[name].append(tokens / (time.perf_counter() - start))
+    rows = [[f"{count} prompts, completions of at most {load.new} tokens", "tokens/s", "ratio"]]
+    found = {name: statistics.median(rates[name][1:]) for name in ways}
+    rows += [[name, f"{found[name]:,.0f}", f"{found[name] / found[next(iter(ways))]:.2f}"] for name in ways]
+    table(rows)
+
+
+def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "online", "decoding"] = "steps",
+         losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None, gpu: bool = False, train_steps: int = 8) -> None:
     """Measure, and print a table.
 
     Args:
@@ -317,7 +367,7 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
     global GPU
     GPU = replace(GPU, steps=train_steps)
     load = GPU if gpu else Workload(steps=train_steps)
-    load = replace(load, new=256) if what == "online" else load
+    load = replace(load, new=256) if what == "online" or (what == "decoding" and not gpu) else load
     if trl_python is None:
         with contextlib.suppress(ImportError):
             import trl  # noqa: F401
@@ -328,6 +378,7 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
         if what not in ("scaling", "saving"):
             write_workload(folder, load)
         {"online": lambda: online(folder, load, rounds),
+         "decoding": lambda: decoding(folder, load, rounds),
          "steps": lambda: steps(folder, load, losses, rounds, trl_python), "overhead": lambda: overhead(folder, load, losses, rounds),
          "scaling": lambda: scaling(load, rounds), "ranks": lambda: ranks(folder, load, losses, rounds), "saving": lambda: saving(load, rounds)}[what]()
 

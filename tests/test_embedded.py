@@ -25,7 +25,7 @@ def test_the_command_without_arguments_aligns_a_model(first):
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     before, after = map(float, re.search(r"went from (0\.\d+) to (0\.\d+)", last).groups())
-    assert 0.35 <= before <= 0.55 and after >= 0.80
+    assert 0.35 <= before <= 0.6 and after >= 0.80
     assert "python humanline.py --config" in last and "the model is in runs/grpo-humanline-offline/final" in last
     lines = metrics(folder / "runs" / "grpo-humanline-offline")
     assert len(lines) == 256 and lines[-1]["accuracy"] == pytest.approx(after, abs=5e-4)
