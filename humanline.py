@@ -1768,14 +1768,14 @@ def kto_reference_point(policy: Module, batch: Batch, config: Config) -> Tensor:
 class Collapse:
     """Whether a run is coming apart, told from the log-prob of the completions that the loss wants likelier.
 
-    While a run learns, their mean log π_θ per token rises. Once it falls, for `window` steps taken together, below twice what
-    it was at its best, the policy is losing what it was taught with what it is taught against, and its rewards go next:
-    `python eval.py reproduce --only syncing` counts how often it is right.
+    While a run learns, their mean log π_θ per token rises. Once they have become, over `window` steps, `times` as unlikely as
+    at their best, and by `least` nats per token, the policy is losing what it was taught with what it is taught against, and
+    its rewards go next: `python eval.py reproduce --only syncing` counts how often that is right.
     """
 
-    def __init__(self, window: int = 16, least: float = 0.05):
+    def __init__(self, window: int = 16, times: float = 4.0, least: float = 0.1):
         self.recent: deque[float] = deque(maxlen=window)
-        self.best, self.least, self.told = -math.inf, least, False
+        self.best, self.times, self.least, self.told = -math.inf, times, least, False
 
     def __call__(self, logp_wanted: float | None) -> str:
         """What to say after a step, once; logp_wanted: nats per token, as in the metrics."""
@@ -1785,7 +1785,7 @@ class Collapse:
             return ""
         now = mean(self.recent)
         self.best = max(self.best, now)
-        self.told = now < self.best - max(self.least, -self.best)
+        self.told = now < min(self.times * self.best, self.best - self.least)
         said = f"the completions that the loss wants likelier have fallen from {self.best:.2f} to {now:.2f} nats per token: the run "
         return said + "may be coming apart; try a lower --lr, fewer syncs or fresher samples (--sample-every)" if self.told else ""
 

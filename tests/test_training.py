@@ -255,13 +255,13 @@ def test_a_reference_that_is_the_policy_itself_is_not_computed(run, monkeypatch,
 
 @pytest.mark.parametrize("logps, step", [
     ([-0.5 + 0.01 * i for i in range(40)], None),  # rises
-    ([-0.2] * 20 + [-0.25] * 40, None),  # falls a little
-    ([-0.2] * 20 + [-0.5] * 40, 31),  # 11 of 16 at -0.5: the mean is below -0.4
-    ([-0.02] * 20 + [-0.06] * 40, None),  # three times as unlikely, but by less than 0.05
-    ([-0.2, None] * 20 + [-0.5] * 40, 51),
-    ([-0.2] * 10 + [-0.5] * 5, None),  # shorter than the window
+    ([-0.2] * 20 + [-0.5] * 40, None),  # falls a little
+    ([-0.2] * 20 + [-1.2] * 40, 30),  # 10 of 16 at -1.2: the mean is below -0.8
+    ([-0.02] * 20 + [-0.11] * 40, None),  # five times as unlikely, but by less than 0.1
+    ([-0.2, None] * 20 + [-1.2] * 40, 50),
+    ([-0.2] * 10 + [-1.2] * 5, None),  # shorter than the window
 ])
-def test_a_collapse_is_told_once_the_wanted_completions_have_become_twice_as_unlikely(logps, step):
+def test_a_collapse_is_told_once_the_wanted_completions_have_become_unlikely(logps, step):
     collapse = humanline.Collapse()
     said = [i for i, logp in enumerate(logps, 1) if collapse(logp)]
     assert said == ([] if step is None else [step])
