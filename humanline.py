@@ -305,7 +305,7 @@ class Config:
 # What None stands for, by loss where it depends on it. The embedded values were tuned on seeds that are not reported.
 OTHER_DEFAULTS = dict(max_new_tokens=512, eval_every=0, batch_size=dict(grpo=32, dpo=32, kto=64), lr=1e-6, sync_k=1)
 EMBEDDED_DEFAULTS = dict(max_new_tokens=8, eval_every=64, batch_size=dict(grpo=32, dpo=32, kto=256), steps=256,
-                         lr=5e-4, sync_k=dict(grpo=24, dpo=128, kto=0))
+                         lr=dict(grpo=8e-4, dpo=8e-4, kto=4e-4), sync_k=dict(grpo=24, dpo=128, kto=128))
 
 
 def flag_of(name: str) -> str:

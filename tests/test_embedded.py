@@ -59,7 +59,7 @@ def test_the_suggested_next_command_is_the_baseline(first, monkeypatch):
     suggested = first[0].stdout.splitlines()[-1].split("python humanline.py ")[1].split()
     monkeypatch.chdir(first[1])
     config = humanline.parse_config(suggested)
-    assert not config.humanline and config.sync_k == 0 and config.perception == "none" and config.lr == 5e-4
+    assert not config.humanline and config.sync_k == 0 and config.perception == "none" and config.lr == 8e-4
 
 
 @pytest.mark.parametrize("part, sign", [("worse", -1), pytest.param("better", 1, marks=pytest.mark.slow)])
