@@ -1016,7 +1016,7 @@ class Runs:
         return self.known.get(flags, {})
 
     def variant(self, loss: str, variant: str, data: str = "", more: str = "") -> str:
-        """The flags of a tuned variant: offline, humanline (offline too), online, both, or sparse (humanline, drawn every 64 steps)."""
+        """The flags of a tuned variant: offline, humanline (offline too), online, both, or sparse (drawn every 64 steps)."""
         switches = {"offline": f"{data} {NEVER}", "humanline": data, "online": f"{ONLINE} {NEVER}", "both": ONLINE,
                     "sparse": "--sample-every 64"}
         return " ".join(f"--loss {loss} {SIZE[loss]} {switches[variant]} {TUNED[loss][variant]} {more}".split())
@@ -1139,7 +1139,8 @@ def syncing(runs: Runs) -> list[str]:
     k, tau = best("k = "), best("drift")
     verdict = holds(min(shares[tau]) >= 0.7 > min(shares[k]), f"one τ serves every lr where no k does: the best, {tau}, "
                     f"closes at least {min(shares[tau]):.0%} of the gap at each, and the best of the k, {k}, {min(shares[k]):.0%}")
-    told = [(falls(run), warned(run)) for how in settings.values() for lr in SURVEYED for run in runs.each(at(lr, f"{WORSE} {how}"))]
+    stale = [run for how in settings.values() for lr in SURVEYED for run in runs.each(at(lr, f"{WORSE} {how}"))]
+    told = [(falls(run), warned(run)) for run in stale]
     fell, stood = [pair for pair in told if pair[0] is not None], [pair for pair in told if pair[0] is None]
     in_time, false = sum(step is not None and step <= fall for fall, step in fell), sum(step is not None for _, step in stood)
     warning = holds(in_time >= 0.8 * len(fell) and false <= 0.1 * len(stood), "the trainer's warning comes before the fall: of "
@@ -1229,7 +1230,8 @@ def long(runs: Runs) -> list[str]:
 def tuning(runs: Runs) -> list[str]:
     """Learning rate, gradient norm and k of each variant, on seeds that no other experiment uses."""
     rows = [["on a worse model's data", "flags, best first", "pass@1"]]
-    drawn = {f"--lr 8e-4 --sync-k {k}": runs(f"--loss grpo {SIZE['grpo']} --sample-every 64 --lr 8e-4 --sync-k {k}") for k in (8, 24, 64)}
+    drawn = {f"--lr 8e-4 --sync-k {k}": math.nan for k in (8, 24, 64)}
+    drawn = {flags: runs(f"--loss grpo {SIZE['grpo']} --sample-every 64 {flags}") for flags in drawn}
     for flags in sorted(drawn, key=lambda flags: -np.nan_to_num(drawn[flags].mean())):
         rows.append(["GRPO, drawn every 64 steps, humanline", f"`{flags}`", " ".join(f"{value:.3f}" for value in drawn[flags])])
     for loss in LOSSES:
@@ -1275,7 +1277,8 @@ def make_quartiles(home: Path, seed: int) -> None:
     for part, (path, *_) in zip(np.array_split(np.arange(len(groups)), 4), quartiles(home, seed)):
         members = [groups[i] for i in part]
         write(Path(path.replace("SEED", str(seed))), json_lines(fields for _, _, fields in members))
-        told.append((np.mean([mean for mean, *_ in members]), [np.mean([origin == i for _, origin, _ in members]) for i in range(3)]))
+        origins = [np.mean([origin == i for _, origin, _ in members]) for i in range(3)]
+        told.append((np.mean([mean for mean, *_ in members]), origins))
     write(home / f"quartiles-{seed}.json", json.dumps(told))
 
 
@@ -1286,13 +1289,23 @@ def sources_of(chosen: Iterable[str], quick: bool) -> list[str]:
     return sources + (["embedded:long", "embedded:long-worse", "embedded:long-test"] if "long" in chosen else [])
 
 
+@contextlib.contextmanager
+def base_of(seed: int) -> Iterator[None]:
+    """The embedded models and data of another seed, for the length of a `with`."""
+    own, humanline.EMBEDDED["seed"] = humanline.EMBEDDED["seed"], seed
+    try:
+        yield
+    finally:
+        humanline.EMBEDDED["seed"] = own
+
+
 def prepare(seed: int, sources: list[str], home: Path, quality: bool) -> None:
     """Make a seed's models and data, before many runs want them at once."""
-    humanline.EMBEDDED["seed"] = seed
-    for source in sources:
-        humanline.embedded(source, "data")
-    if quality and not (home / f"quartiles-{seed}.json").exists():
-        make_quartiles(home, seed)
+    with base_of(seed):
+        for source in sources:
+            humanline.embedded(source, "data")
+        if quality and not (home / f"quartiles-{seed}.json").exists():
+            make_quartiles(home, seed)
 
 
 def run_file(flags: str, home: Path) -> Path:
@@ -1308,9 +1321,9 @@ def train_once(flags: str, home: Path) -> dict:
         with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, \
                 contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             config = humanline.parse_config([*shlex.split(flags), "--out", f"{folder}/run"])
-            humanline.EMBEDDED["seed"] = config.seed
-            if humanline.train(config)["stopped"]:
-                raise UserError("interrupted; the same command goes on where it was")
+            with base_of(config.seed):
+                if humanline.train(config)["stopped"]:
+                    raise UserError("interrupted; the same command goes on where it was")
             lines = humanline.read_metrics(Path(folder, "run", "metrics.jsonl"))
         curve = {line["step"]: line["accuracy"] for line in lines if "accuracy" in line}
         kept = ("drift", "unclamped", "kl", "grad_norm", "logp", "logp_wanted", "reward_margin")

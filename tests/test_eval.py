@@ -566,5 +566,7 @@ def test_reproduce_trains_once_and_then_reads_its_cache(ask, tiny, data_files, t
     monkeypatch.setattr(evaluation, "ProcessPoolExecutor", lambda *_: pytest.fail("trained again"))
     second = ask("reproduce --only gap --seeds 1 --jobs 1")
     assert first.split("report:")[0] == second.split("report:")[0]
+    base = humanline.EMBEDDED["seed"]
     alone = evaluation.train_once(f"{flags} --seed 1", tmp_path)  # in a process of its own or not, the same
+    assert humanline.EMBEDDED["seed"] == base != 1
     assert alone["metrics"] == evaluation.train_once(f"{flags} --seed 1", tmp_path / "key" / "runs")["metrics"]
