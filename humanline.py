@@ -1760,9 +1760,11 @@ def draw_rejections(policy: Module, batch: Batch, config: Config) -> None:
 
 def kto_reference_point(policy: Module, batch: Batch, config: Config) -> Tensor:
     """z₀ = max(0, mean over mismatched pairs of Σ_t d̃_t), one number for the whole batch."""
+    if not batch.mismatched or batch.mismatched[0].ref is None:  # no pairs, or d = 0: the reference is the policy
+        return torch.zeros((), device=policy.device)
     perceived = lambda microbatch: perceive(log_ratios(policy, microbatch, config)[0], microbatch, config)[0]
     total = sum(found.sum() for found in each_token(policy, batch.mismatched, config, perceived))
-    return torch.as_tensor(total / max(1, len(batch.mismatched)), device=policy.device).clamp(min=0)
+    return torch.as_tensor(total / len(batch.mismatched), device=policy.device).clamp(min=0)
 
 
 class Collapse:
@@ -1786,8 +1788,9 @@ class Collapse:
         now = mean(self.recent)
         self.best = max(self.best, now)
         self.told = now < min(self.times * self.best, self.best - self.least)
-        said = f"the completions that the loss wants likelier have fallen from {self.best:.2f} to {now:.2f} nats per token: the run "
-        return said + "may be coming apart; try a lower --lr, fewer syncs or fresher samples (--sample-every)" if self.told else ""
+        return (f"the completions that the loss wants likelier have fallen from {self.best:.2f} to {now:.2f} nats per token: "
+                "the run may be coming apart; try a lower --lr, fewer syncs or fresher samples (--sample-every)"
+                if self.told else "")
 
 
 def batch_loss(d: Tensor, seen: Tensor, mask: Tensor, signals: Tensor, z0: Tensor | None,
@@ -2056,15 +2059,15 @@ def read_metrics(path: Path) -> list[dict]:
     return lines
 
 
-def open_metrics(path: Path, last_step: int) -> tuple[TextIO, dict]:
-    """metrics.jsonl to go on after `last_step`, no line lost or doubled, and its first line, {} if there is none."""
+def open_metrics(path: Path, last_step: int) -> tuple[TextIO, list[dict]]:
+    """metrics.jsonl to go on after `last_step`, no line lost or doubled, and the lines that it holds."""
     if rank() > 0:
-        return open(os.devnull, "w"), {}
+        return open(os.devnull, "w"), []
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]
     fresh = path.with_suffix(".new")
     fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     os.replace(fresh, path)
-    return open(path, "a", buffering=1, encoding="utf-8"), kept[0] if kept else {}
+    return open(path, "a", buffering=1, encoding="utf-8"), kept
 
 
 def tracker(config: Config, out: Path, first: int) -> Callable[[dict], None]:
@@ -2180,11 +2183,13 @@ def train(config: Config) -> dict:
             (out / "config.toml").write_text(to_toml(config), encoding="utf-8")
             describe(config, policy, groups, reference, first)
         saver = Saver(out / "checkpoint", config, checkpoint[0] if checkpoint else None)
-        metrics, first_line = open_metrics(out / "metrics.jsonl", first - 1)
+        metrics, earlier = open_metrics(out / "metrics.jsonl", first - 1)
         track = tracker(config, out, first)
-        before = gather(first_line.get("accuracy_before"))[0]
+        before = gather(earlier[0].get("accuracy_before") if earlier else None)[0]
         accuracy = before = measure(0) if measure and before is None else before
         collapse = Collapse()
+        for line in earlier:
+            collapse(line.get("logp_wanted"))
         asked, stop, quiet = stack.enter_context(stop_requests()), False, dict(disable=True) if rank() else {}
         bar = tqdm(range(first, config.steps + 1), desc=config.loss, initial=first - 1, total=config.steps, unit="step",
                    dynamic_ncols=True, **quiet)
@@ -2325,7 +2330,8 @@ def describe(config: Config, policy: Module, groups: list[Group], reference: Ref
 # ---------- The embedded default --------------------------------------------------------------------------------------
 # A tiny model that was taught two-digit additions by a demonstrator who is wrong too often.
 
-EMBEDDED = dict(seed=int(os.environ.get("HUMANLINE_BASE", 0)), held_out=500, group=8, slips=(-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20))
+EMBEDDED = dict(seed=os.environ.get("HUMANLINE_BASE", 0), held_out=500, group=8,
+                slips=(-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20))
 LESSONS = {  # how often the demonstrator errs, at each partial sum, in the first lesson and in the last; how many lessons, of
     # how many demonstrations; learning rate. Errors from the first lesson on would cost as much again to learn past them.
     "base": (0.0, 0.4, 1000, 128, 2e-2), "worse": (0.8, 0.8, 120, 384, 2e-3), "better": (0.15, 0.15, 120, 384, 2e-3),
@@ -2347,6 +2353,8 @@ def embedded(name: str, kind: Literal["model", "data"]) -> str:
     parts = dict(model=(*LESSONS,), data=(*LESSONS, "test", "long-test"))[kind]
     if part not in parts:
         raise UserError(f"--{kind} {name}: no such part; there are {', '.join(f'embedded:{known}' for known in parts)}")
+    require(str(EMBEDDED["seed"]).isdecimal(), f"HUMANLINE_BASE={EMBEDDED['seed']}: want a whole number, the seed of the base")
+    EMBEDDED["seed"] = int(EMBEDDED["seed"])
     # The key covers the recipe and the code that follows it, so that a stale cache is never taken for a fresh one.
     code = (embedded_tokenizer, demonstrate, additions, teach, answers, make_model, make_data, sample, Sampler)
     recipe = [EMBEDDED, LESSONS, CHAT_TEMPLATE, *map(inspect.getsource, code)]
@@ -2435,10 +2443,11 @@ def make_model(part: str, folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     if part in ("base", "long"):
         tokenizer, right = embedded_tokenizer(), 0.0
-        starts = iter(range(EMBEDDED["seed"], EMBEDDED["seed"] + 10_000, 1000))
-        while right < 0.3:
+        for start in range(10):
+            if right >= 0.3:
+                break
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(next(starts))
+                torch.manual_seed(EMBEDDED["seed"] + 1000 * start)
                 model = LlamaForCausalLM(LlamaConfig(
                     vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2,
                     num_attention_heads=4, max_position_embeddings=256, tie_word_embeddings=True,

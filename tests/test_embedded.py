@@ -69,6 +69,20 @@ def test_the_worse_model_is_worse_and_the_better_better(first, part, sign):
     assert sign * (other - base) > 0.1
 
 
+def test_a_base_that_learned_nothing_is_taught_again_from_another_start(tmp_path, monkeypatch):
+    taught, right = [], iter([0.29, 0.31])
+    monkeypatch.setattr(humanline, "teach", lambda model, *_: taught.append(float(model.lm_head.weight.detach().sum())))
+    monkeypatch.setattr(humanline, "answers", lambda *_: [humanline.Group(0, [], [], [500 * next(right)])])
+    humanline.make_model("base", tmp_path)
+    assert len(taught) == 2 and taught[0] != taught[1] and (tmp_path / "model.safetensors").exists()
+
+
+def test_the_seed_of_the_base_is_a_number(monkeypatch):
+    monkeypatch.setitem(humanline.EMBEDDED, "seed", "x")  # as HUMANLINE_BASE=x gives it
+    with pytest.raises(humanline.UserError, match="HUMANLINE_BASE=x: want a whole number"):
+        humanline.embedded("embedded", "model")
+
+
 def test_the_long_task_writes_down_every_partial_sum():
     chance = random.Random(0)
     assert humanline.demonstrate("7+8+5=", 0, chance) == "7+8=15\n15+5=20\n20" and humanline.demonstrate("12+34=", 0, chance) == "46"

@@ -242,13 +242,13 @@ def test_no_second_model_is_made_where_the_batches_are_known(run, monkeypatch):
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
 def test_a_reference_that_is_the_policy_itself_is_not_computed(run, monkeypatch, loss):
-    scored, score = [], humanline.score
-    monkeypatch.setattr(humanline, "score", lambda *args: scored.append(1) or score(*args))
-    flags = f"--loss {loss} --no-humanline {ONLINE}"
+    passes, each_token = [], humanline.each_token  # nor, with KTO, the z₀ that it gives
+    monkeypatch.setattr(humanline, "each_token", lambda *args: passes.append(1) or each_token(*args))
+    flags = f"--loss {loss} --no-humanline {ONLINE} --batch-size 8"
     one = run(flags)
-    assert not scored
-    two = run(f"{flags} --ref copy")  # computes it
-    assert len(scored) == 6 and same_weights(one, two)
+    assert not passes
+    two = run(f"{flags} --ref copy")  # computes them
+    assert len(passes) == (18 if loss == "kto" else 12) and same_weights(one, two)
     assert [line["loss"] for line in metrics(one)] == [line["loss"] for line in metrics(two)]
     assert all(line["drift"] == 0 for line in metrics(one))
 
@@ -271,6 +271,17 @@ def test_the_run_warns_of_a_collapse(run, monkeypatch, capsys):
     monkeypatch.setattr(humanline, "Collapse", lambda: lambda logp: "it falls" if logp < 0 else "")
     run("--steps 2")
     assert "warning: step 1: it falls" in capsys.readouterr().err
+
+
+def test_a_resumed_run_remembers_what_a_collapse_is_told_from(run, tmp_path, monkeypatch):
+    out = str(tmp_path / "out")
+    folder = run("--steps 4 --save-every 2", out=out)
+    humanline.shutil.rmtree(folder / "final")
+    humanline.shutil.rmtree(folder / "checkpoint" / "step-00000004")
+    told: list[float] = []
+    monkeypatch.setattr(humanline, "Collapse", lambda: lambda logp: told.append(logp) or "")
+    run("--steps 4 --save-every 2 --resume latest", out=out)
+    assert len(told) == 4 and told == [line["logp_wanted"] for line in metrics(folder)]
 
 
 def test_a_soft_sync_goes_a_part_of_the_way(run, monkeypatch):
