@@ -570,3 +570,24 @@ def test_reproduce_trains_once_and_then_reads_its_cache(ask, tiny, data_files, t
     alone = evaluation.train_once(f"{flags} --seed 1", tmp_path)  # in a process of its own or not, the same
     assert humanline.EMBEDDED["seed"] == base != 1
     assert alone["metrics"] == evaluation.train_once(f"{flags} --seed 1", tmp_path / "key" / "runs")["metrics"]
+
+
+def test_a_run_that_diverges_ends_with_nothing_right(tiny, data_files, tmp_path, monkeypatch):
+    flags = (f"--model {tiny} --data {data_files['groups']} --eval-data {data_files['groups']} --steps 4 --batch-size 2 --lr 1e-3 "
+             f"--max-new-tokens 2 --eval-prompts 4 --eval-every 2 --seed 1")
+    work, steps = humanline.forward_backward, []
+    broken = lambda *args: steps.append(1) or work(*args) | (dict(loss=math.nan) if len(steps) == 3 else {})
+    monkeypatch.setattr(humanline, "forward_backward", broken)
+    found = evaluation.train_once(flags, tmp_path)
+    assert found["after"] == found["step 4"] == 0 and len(found["metrics"]["logp"]) == 2 and "step 2" in found
+
+
+def test_the_tuning_takes_the_best_on_all_its_seeds_of_the_best_on_the_first():
+    class Tuned(dict):
+        def get(self, flags, default=None):  # 4e-4 wins on the first two seeds, 2e-4 over all four
+            seed, best = int(flags.split()[-1]), "--lr 4e-4" in flags
+            return dict(after=0.5 + 0.1 * (best if seed < 103 else "--lr 2e-4" in flags) - 0.01 * ("--lr 4e-4" not in flags))
+
+    runs = evaluation.Runs([101, 102, 103, 104], Tuned())
+    rows = [line for line in evaluation.tuning(runs)[0].splitlines() if line.startswith("| GRPO, online |")]
+    assert len(rows) == 3 and "--lr 4e-4" in rows[0] and rows[0].count("0.600") == 2
