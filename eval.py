@@ -1137,15 +1137,16 @@ def syncing(runs: Runs) -> list[str]:
         rows.append([name, *(f"{spread(found[lr])} ({share:.0%})" for lr, share in zip(SURVEYED, shares[name]))])
     best = lambda kind: max((name for name in shares if name.startswith(kind)), key=lambda name: min(shares[name]), default="")
     k, tau = best("k = "), best("drift")
-    verdict = holds(min(shares[tau]) >= 0.7 > min(shares[k]), f"one τ serves every lr where no k does: the best, {tau}, "
-                    f"closes at least {min(shares[tau]):.0%} of the gap at each, and the best of the k, {k}, {min(shares[k]):.0%}")
+    verdict = holds(min(shares[tau]) >= 0.7 > min(shares[k]), "one τ serves every lr where no k does: the best, "
+                    f"{tau}, closes at least {min(shares[tau]):.0%} of the gap at each, and the best of the k, {k}, "
+                    f"{min(shares[k]):.0%}")
     stale = [run for how in settings.values() for lr in SURVEYED for run in runs.each(at(lr, f"{WORSE} {how}"))]
     told = [(falls(run), warned(run)) for run in stale]
     fell, stood = [pair for pair in told if pair[0] is not None], [pair for pair in told if pair[0] is None]
     in_time, false = sum(step is not None and step <= fall for fall, step in fell), sum(step is not None for _, step in stood)
-    warning = holds(in_time >= 0.8 * len(fell) and false <= 0.1 * len(stood), "the trainer's warning comes before the fall: of "
-                    f"{len(fell)} runs that lost 0.05 of pass@1 from one measurement to a later one, {in_time} had been warned of; "
-                    f"of {len(stood)} others, {false}")
+    warning = holds(in_time >= 0.8 * len(fell) and false <= 0.1 * len(stood), "the trainer's warning comes before the "
+                    f"fall: of {len(fell)} runs that lost 0.05 of pass@1 from one measurement to a later one, {in_time} had "
+                    f"been warned of; of {len(stood)} others, {false}")
     fresh = [["GRPO, samples drawn every step", "lr 5e-4"],
              ["reference set to the policy at each drawing", spread(runs(at("5e-4", f"{ONLINE} {NEVER}")))]]
     fresh += [[f"humanline, k = {k}", spread(runs(at("5e-4", f"{ONLINE} --sync-k {k}")))] for k in (64, 8, 1)]
@@ -1371,7 +1372,8 @@ def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str
     if missing:
         pool = ProcessPoolExecutor(jobs or os.cpu_count(), multiprocessing.get_context("spawn"), start_worker)
         try:
-            for work, unit, things in ((lambda seed: (prepare, seed, sources, home, quality), "base", sorted({*map(seed, missing)})),
+            bases = sorted({*map(seed, missing)})
+            for work, unit, things in ((lambda seed: (prepare, seed, sources, home, quality), "base", bases),
                                        (lambda run: (train_once, run, home), "run", missing)):
                 asked = [pool.submit(*work(thing)) for thing in things]
                 for done in tqdm(as_completed(asked), total=len(asked), unit=unit, disable=False):

@@ -94,12 +94,14 @@ def write_workload(folder: Path, load: Workload) -> None:
 
 def measured(command: list[str], environment: dict[str, str]) -> tuple[str, int]:
     """Run a command; its output, and its peak memory in MiB."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", **environment})
-    output, error = process.stdout.read(), process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{shlex.join(command)} failed:\n{error[-2000:]}")
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True,
+                                   env={**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", **environment})
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        errors.seek(0)
+        if status:
+            raise SystemExit(f"{shlex.join(command)} failed:\n{errors.read()[-2000:]}")
     return output, usage.ru_maxrss >> 10
 
 
@@ -316,7 +318,7 @@ def decoding(folder: Path, load: Workload, rounds: int) -> None:
     config = humanline.Config(model=str(folder / "model"), max_new_tokens=load.new, compile=False, sync_k=1, steps=1,
                               dtype="bfloat16" if device.type == "cuda" else "float32")
     policy = humanline.load_policy(config, device)[0].eval()
-    chance, count = random.Random(0), 256 if load is GPU else 64
+    chance, count = random.Random(0), 256 if load is GPU else 16
     prompts = [chance.choices(range(10, load.vocabulary), k=chance.randint(load.prompt // 2, load.prompt)) for _ in range(count)]
     stops = list(range(0, load.vocabulary, 128))
     settings = dict(do_sample=True, top_k=0, max_new_tokens=load.new, eos_token_id=stops, pad_token_id=0)
@@ -367,7 +369,7 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
     global GPU
     GPU = replace(GPU, steps=train_steps)
     load = GPU if gpu else Workload(steps=train_steps)
-    load = replace(load, new=256) if what == "online" or (what == "decoding" and not gpu) else load
+    load = replace(load, new=256) if what == "online" else load
     if trl_python is None:
         with contextlib.suppress(ImportError):
             import trl  # noqa: F401
