@@ -815,8 +815,8 @@ def perception(flags: Perception) -> None:
         found = [divergence(expected, own, gamma) for gamma in GAMMAS]
         results.append([name, f"{weights[name].mean():.1%}" if name in weights else "", *map(show, found)])
         labels[name] = f"{name}, KL {found[0][0]:.2f}"
-    print(f"outcomes z = log π/π_ref in nats, {flags.model} over {ref_name}, {len(groups):,} prompts: {flags.samples} samples "
-          f"by the policy for each, and {data}; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n\n"
+    print(f"outcomes z = log π/π_ref in nats, {flags.model} over {ref_name}, {len(groups):,} prompts: {flags.samples} "
+          f"samples by the policy for each, and {data}; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n\n"
           f"KL is Proposition 3.4's, in nats: what people make of the data is off by at most sup|v| sqrt(2 KL).")
     picture_perception(np.concatenate(outcomes), np.concatenate(data_outcomes), weights, labels, out)
 
@@ -976,20 +976,24 @@ DATA = {"its own samples": "--data embedded", "a worse model's": "--data embedde
         "a better model's": "--data embedded:better"}
 WORSE, NEVER, ONLINE = DATA["a worse model's"], "--no-humanline", "--sample-every 1"
 SIZE = {"grpo": "--batch-size 16", "dpo": "--batch-size 32", "kto": "--batch-size 64"}  # groups of 8, pairs, completions
-# The best of what `--only tuning` tried, on seeds 101 and 102.
+# The best of what `--only tuning` tried, on seeds 101 to 104.
 TUNED = {
-    "grpo": dict(offline="--lr 16e-4", humanline="--lr 8e-4 --sync-k 64 --max-grad-norm 0.25", online="--lr 8e-4",
-                 both="--lr 8e-4 --sync-k 64 --max-grad-norm 0.25", sparse="--lr 8e-4 --sync-k 24"),
-    "dpo": dict(offline="--lr 8e-4", humanline="--lr 16e-4 --sync-k 128", online="--lr 16e-4", both="--lr 16e-4 --sync-k 128"),
-    "kto": dict(offline="--lr 4e-4", humanline="--lr 4e-4 --sync-k 128", online="--lr 16e-4", both="--lr 16e-4 --sync-k 128")}
-TRUST = {loss: f"--lr 4e-4 --sync-k {k}" for loss, k in (("grpo", 64), ("dpo", 128), ("kto", 128))}  # a sync without a clip
+    "grpo": dict(offline="--lr 16e-4", humanline="--lr 8e-4 --sync-k 64 --max-grad-norm 0.25",
+                 online="--lr 8e-4 --max-grad-norm 0.25", both="--lr 16e-4 --sync-k 64 --max-grad-norm 0.25",
+                 sparse="--lr 8e-4 --sync-k 24 --max-grad-norm 0.25"),
+    "dpo": dict(offline="--lr 8e-4 --max-grad-norm 0.25", humanline="--lr 8e-4 --sync-k 128", online="--lr 16e-4",
+                both="--lr 16e-4 --sync-k 128"),
+    "kto": dict(offline="--lr 4e-4", humanline="--lr 4e-4 --sync-k 128", online="--lr 16e-4",
+                both="--lr 8e-4 --sync-k 128 --max-grad-norm 0.25")}
+TRUST = {"grpo": "--lr 16e-4 --sync-k 64", "dpo": "--lr 8e-4 --sync-k 128", "kto": "--lr 4e-4 --sync-k 64"}  # no clip
 GRID = {"lr": ("2e-4", "4e-4", "8e-4", "16e-4"), "norm": "0.25",
         "grpo": ("--sync-k 24", "--sync-k 64", "--sync-drift 0.2", "--sync-drift 0.4"),
         "dpo": ("--sync-k 0", "--sync-k 64", "--sync-k 128"), "kto": ("--sync-k 0", "--sync-k 64", "--sync-k 128")}
 SYNCED = {"grpo": 64, "dpo": 128, "kto": 128}  # k of the ablation's rows with a sync
-SURVEYED = ("16e-5", "5e-4", "16e-4")  # learning rates of the survey of k and drift
+SURVEYED = {  # k of the survey, at its learning rates
+    "16e-5": (64, 24, 8, 1), "5e-4": (64, 48, 24, 12, 8, 4, 2, 1), "16e-4": (64, 24, 8, 1)}
 LONG_SYNC = "--sync-k 24"
-LONG = "--loss grpo --model embedded:long --steps 128 --batch-size 16 --lr 5e-4"
+LONG = "--loss grpo --model embedded:long --data embedded:long-worse --steps 128 --batch-size 16 --lr 5e-4"
 # The 97.5 % point of Student's t, by the number of seeds.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
@@ -1129,18 +1133,22 @@ def syncing(runs: Runs) -> list[str]:
     ends = {lr: (runs(at(lr, f"{WORSE} {NEVER}")), runs(at(lr, f"{ONLINE} {NEVER}"))) for lr in SURVEYED}
     for end, name in enumerate(("offline", "online")):
         rows.append([name, *(spread(ends[lr][end]) for lr in SURVEYED)])
-    settings = {"never": "--sync-k 0"} | {f"k = {k}": f"--sync-k {k}" for k in (64, 48, 24, 12, 8, 4, 2, 1)}
+    settings = {"never": "--sync-k 0"} | {f"k = {k}": f"--sync-k {k}" for k in SURVEYED["5e-4"]}
     settings |= {f"drift {tau}": f"--sync-drift {tau}" for tau in ("0.8", "0.4", "0.2", "0.1", "0.03")}
+    stale = []
     for name, how in settings.items():
-        found = {lr: runs(at(lr, f"{WORSE} {how}")) for lr in SURVEYED}
-        shares[name] = [closed(ends[lr][0], found[lr], ends[lr][1])[0] for lr in SURVEYED]
-        rows.append([name, *(f"{spread(found[lr])} ({share:.0%})" for lr, share in zip(SURVEYED, shares[name]))])
+        tried = [lr for lr, ks in SURVEYED.items() if "=" not in name or int(name.split()[-1]) in ks]
+        found = {lr: runs(at(lr, f"{WORSE} {how}")) for lr in tried}
+        stale += [run for lr in tried for run in runs.each(at(lr, f"{WORSE} {how}"))]
+        share = {lr: closed(ends[lr][0], found[lr], ends[lr][1])[0] for lr in tried}
+        rows.append([name, *(f"{spread(found[lr])} ({share[lr]:.0%})" if lr in tried else "" for lr in SURVEYED)])
+        if len(tried) == len(SURVEYED):
+            shares[name] = [*share.values()]
     best = lambda kind: max((name for name in shares if name.startswith(kind)), key=lambda name: min(shares[name]), default="")
     k, tau = best("k = "), best("drift")
     verdict = holds(min(shares[tau]) >= 0.7 > min(shares[k]), "one τ serves every lr where no k does: the best, "
                     f"{tau}, closes at least {min(shares[tau]):.0%} of the gap at each, and the best of the k, {k}, "
                     f"{min(shares[k]):.0%}")
-    stale = [run for how in settings.values() for lr in SURVEYED for run in runs.each(at(lr, f"{WORSE} {how}"))]
     told = [(falls(run), warned(run)) for run in stale]
     fell, stood = [pair for pair in told if pair[0] is not None], [pair for pair in told if pair[0] is None]
     in_time, false = sum(step is not None and step <= fall for fall, step in fell), sum(step is not None for _, step in stood)
@@ -1207,10 +1215,8 @@ def quality(runs: Runs) -> list[str]:
 
 def long(runs: Runs) -> list[str]:
     """A longer task: sums of six digits with every partial sum written down, some 40 tokens."""
-    worse, own = "--data embedded:long-worse", "--data embedded:long"
-    cases = {"offline, a worse model's": f"{worse} {NEVER}", "offline, a worse model's, humanline": f"{worse} {LONG_SYNC}",
-             "online": f"{own} {ONLINE} {NEVER}", "every 64 steps": f"{own} --sample-every 64 {NEVER}",
-             "every 64 steps, humanline": f"{own} --sample-every 64 {LONG_SYNC}"}
+    cases = {"offline, a worse model's": NEVER, "offline, a worse model's, humanline": LONG_SYNC, "online": f"{ONLINE} {NEVER}",
+             "every 64 steps": f"--sample-every 64 {NEVER}", "every 64 steps, humanline": f"--sample-every 64 {LONG_SYNC}"}
     found = {name: f"{LONG} {flags}" for name, flags in cases.items()}
     rows = [["GRPO, whole computation right", "after 64 steps", "128", "seconds, drawing"]]
     for name, flags in found.items():
@@ -1234,13 +1240,17 @@ def tuning(runs: Runs) -> list[str]:
     first = Runs(runs.seeds[:2], runs.known, runs.wanted)
 
     def search(name: str, common: str, tried: list[str]) -> str:
-        """The best of `tried` on the first seeds, then with a lower gradient norm too; the best three on all the seeds."""
-        ranked = lambda runs, tried: sorted(tried, key=lambda flags: -np.nan_to_num(runs(f"{common} {flags}").mean()))
-        tried = [flags.strip() for flags in tried]
-        tried.append(f"{ranked(first, tried)[0]} --max-grad-norm {GRID['norm']}")
-        best = ranked(runs, ranked(first, tried)[:3])
+        """The best of `tried` on the first seeds, and that with a lower gradient norm; of these the best two on all seeds."""
+
+        def ranked(runs: Runs, tried: list[str]) -> list[str]:  # none as long as there are runs to make
+            after = {flags.strip(): runs(f"{common} {flags.strip()}").mean() for flags in tried}
+            return [] if np.isnan([*after.values()]).any() else sorted(after, key=after.get, reverse=True)
+
+        if best := ranked(first, tried):
+            best = ranked(first, [*best, f"{best[0]} --max-grad-norm {GRID['norm']}"])
+        best = ranked(runs, best[:2])
         rows.extend([name, f"`{flags}`", " ".join(f"{value:.3f}" for value in runs(f"{common} {flags}"))] for flags in best)
-        return best[0]
+        return best[0] if best else ""
 
     for loss in LOSSES:
         each = lambda *syncs: [f"--lr {lr} {sync}" for lr in GRID["lr"] for sync in syncs]
@@ -1248,7 +1258,8 @@ def tuning(runs: Runs) -> list[str]:
         search(f"{loss.upper()}, offline", f"{common} {WORSE} {NEVER}", each(""))
         best = search(f"{loss.upper()}, humanline", f"{common} {WORSE}", each(*GRID[loss]))
         search(f"{loss.upper()}, online", f"{common} {ONLINE} {NEVER}", each(""))
-        search(f"{loss.upper()}, online + humanline", f"{common} {ONLINE}", each(re.search(r"--sync-\S+ \S+", best)[0]))
+        if best:
+            search(f"{loss.upper()}, online + humanline", f"{common} {ONLINE}", each(re.search(r"--sync-\S+ \S+", best)[0]))
         search(f"{loss.upper()}, a sync without a clip", f"{common} {WORSE} --perception none",
                each(*(how for how in GRID[loss] if how != "--sync-k 0")))
         if loss == "grpo":
@@ -1294,7 +1305,7 @@ def sources_of(chosen: Iterable[str], quick: bool) -> list[str]:
     """The embedded models and data that the experiments need."""
     sources = ["embedded:worse", "embedded:test"]
     sources += ["embedded", "embedded:better"] if {"gap", "quality"} & {*chosen} and not quick else []
-    return sources + (["embedded:long", "embedded:long-worse", "embedded:long-test"] if "long" in chosen else [])
+    return sources + (["embedded:long-worse", "embedded:long-test"] if "long" in chosen else [])
 
 
 @contextlib.contextmanager
@@ -1385,7 +1396,7 @@ def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str
 
 def reproduce(flags: Reproduce) -> None:
     """Train what the experiments need, some at a time, and write the report."""
-    out = new_file(flags.out, (".md",), "reproduce.md")
+    out, start = new_file(flags.out, (".md",), "reproduce.md"), time.perf_counter()
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
     experiments, chosen = EXPERIMENTS | {"tuning": tuning}, flags.only or (QUICK if flags.quick else tuple(EXPERIMENTS))
     home = Path(humanline.embedded("embedded:test", "data")).parents[1] / "runs"
@@ -1408,7 +1419,7 @@ def reproduce(flags: Reproduce) -> None:
         text.append(f"## {experiments[name].__doc__.rstrip('.')}\n\n" + "\n\n".join(lines).replace("\n\n- ", "\n- "))
     write(out, "\n\n".join(text) + "\n")
     print("\n\n".join(text))
-    print(f"\nreport: {out}; the runs are kept in {home}")
+    print(f"\nreport: {out}, after {(time.perf_counter() - start) / 60:.1f} minutes; the runs are kept in {home}")
     if {"gap", "sparse"} <= set(chosen):
         picture_report(runs, "syncing" in chosen, out.with_suffix(".png"))
 
@@ -1433,12 +1444,14 @@ def picture_report(runs: Runs, syncing: bool, path: Path) -> None:
         values = np.array([runs(flags, "before")] + [runs(flags, f"step {step}") for step in steps])
         middle.plot((0, *steps), values.mean(1), dash, color=OKABE_ITO[colour], marker="o", markersize=3)
     middle.set(title="GRPO, drawn every 64 steps\n(green: every step)", xlabel="steps", ylim=(0.3, 1))
-    for axis, ticks in zip(rest, [(1, 2, 4, 8, 12, 24, 48, 64)]):
-        for lr, colour in zip(SURVEYED, (3, 4, 5)):
-            values = [runs(f"--loss grpo {SIZE['grpo']} {WORSE} --sync-k {k} --lr {lr}").mean() for k in (*ticks, 0)]
-            axis.plot(values, color=OKABE_ITO[colour], marker="o", markersize=3, label=f"lr {float(lr):g}")
-        axis.set(title="GRPO offline, sync\nevery k steps", xlabel="k", xticks=range(len(ticks) + 1),
-                 ylim=(0.3, 1), xticklabels=[*map(str, ticks), "∞"])
+    for axis in rest:
+        ticks = [*SURVEYED["5e-4"][::-1], 0]
+        for (lr, ks), colour in zip(SURVEYED.items(), (3, 4, 5)):
+            values = {k: runs(f"--loss grpo {SIZE['grpo']} {WORSE} --sync-k {k} --lr {lr}").mean() for k in (*ks[::-1], 0)}
+            axis.plot([*map(ticks.index, values)], [*values.values()], color=OKABE_ITO[colour], marker="o", markersize=3,
+                      label=f"lr {float(lr):g}")
+        axis.set(title="GRPO offline, sync\nevery k steps (∞: never)", xlabel="k", xticks=range(len(ticks)),
+                 ylim=(0.3, 1), xticklabels=[*map(str, ticks[:-1]), "∞"])
         axis.legend(frameon=False, fontsize=8, loc="lower left")
     save(figure, path, left)
 
