@@ -592,3 +592,10 @@ def test_the_tuning_takes_the_best_on_all_its_seeds_of_the_best_on_the_first():
     runs = evaluation.Runs([101, 102, 103, 104], Tuned())
     rows = [line for line in evaluation.tuning(runs)[0].splitlines() if line.startswith("| GRPO, online |")]
     assert len(rows) == 2 and "--lr 2e-4" in rows[0] and "0.580 0.580 0.600 0.600" in rows[0]
+
+
+def test_time_is_compared_to_the_pass_that_both_reach():
+    run = lambda seconds, *passed: dict(before=passed[0], training=seconds) | dict(zip(("step 64", "step 128"), passed[1:]))
+    known = {"slow --seed 1": run(20.0, 0.4, 0.6, 0.8), "fast --seed 1": run(10.0, 0.4, 0.7, 0.65)}
+    runs = evaluation.Runs([1], known)  # both reach 0.7: the slow one after 96 of 128 steps, the fast one after 64
+    assert evaluation.times_as_long(runs, "slow", "fast", (64, 128)) == "3.00"
