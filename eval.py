@@ -1391,7 +1391,7 @@ def start_worker() -> None:
 
     remember("read_rows", lambda name, config, flag: (name,))
     remember("encode_rows", lambda rows, tokenizer, end, longest, config, flag="--data":
-             (flag, config.model, config.data, config.eval_data, bool(config.sample_every), longest))
+             (rows[0].where, rows[-1].where, len(rows), config.model, bool(config.sample_every), longest))
 
 
 def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str], quality: bool) -> dict[str, dict]:

@@ -69,7 +69,8 @@ def write_workload(folder: Path, load: Workload) -> None:
     pad, eos, unknown = range(load.vocabulary - 3, load.vocabulary)
     raw = Tokenizer(models.WordLevel(words | {"<pad>": pad, "<eos>": eos, "<unk>": unknown}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>").save_pretrained(folder / "model")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
         vocab_size=load.vocabulary, hidden_size=load.hidden, intermediate_size=load.inner, num_hidden_layers=load.layers,
@@ -81,15 +82,18 @@ def write_workload(folder: Path, load: Workload) -> None:
     make = {"dpo": lambda i: dict(prompt=prompt(), chosen=answer(), rejected=answer()),
             "kto": lambda i: dict(prompt=prompt(), completion=answer(), label=i % 2 == 0),
             "grpo": lambda i: dict(prompt=prompt(), answer=str(i)),
-            "grpo-offline": lambda i: dict(prompt=prompt(), completions=[text(load.new - 1, load.new - 1) for _ in range(load.batch)],
-                                           scores=[chance.random() for _ in range(load.batch)])}
+            "grpo-offline": lambda i: dict(
+                prompt=prompt(), completions=[text(load.new - 1, load.new - 1) for _ in range(load.batch)],
+                scores=[chance.random() for _ in range(load.batch)])}
+    answers = ("chosen", "rejected", "completion")
     for loss, row in make.items():
         rows = [row(i) for i in range(load.batch * load.steps)]
         if loss != "grpo":
-            rows = [{key: " " + value if key in ("chosen", "rejected", "completion") else value for key, value in row.items()} for row in rows]
+            rows = [{key: " " + value if key in answers else value for key, value in row.items()} for row in rows]
         (folder / f"{loss}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # A reward that differs from sample to sample, as a reward would.
-    (folder / "reward.py").write_text("def reward(prompts, completions, rows):\n    return [len(text) % 7 / 7 for text in completions]\n")
+    (folder / "reward.py").write_text(
+        "def reward(prompts, completions, rows):\n    return [len(text) % 7 / 7 for text in completions]\n")
 
 
 def measured(command: list[str], environment: dict[str, str]) -> tuple[str, int]:
@@ -108,12 +112,15 @@ def measured(command: list[str], environment: dict[str, str]) -> tuple[str, int]
 def ours(folder: Path, load: Workload, loss: str, more: str = "", threads: int | None = None, ranks: int = 1) -> dict:
     """Steps of humanline.py: seconds each, peak MiB."""
     with tempfile.TemporaryDirectory() as out:
-        flags = f"--model {folder / 'model'} --data {folder / loss}.jsonl --loss {loss} --steps {load.steps} --batch-size {load.batch} --out {out}/run"
+        flags = (f"--model {folder / 'model'} --data {folder / loss}.jsonl --loss {loss} --steps {load.steps} "
+                 f"--batch-size {load.batch} --out {out}/run")
         if loss.startswith("grpo"):
             flags = flags.replace("--loss grpo-offline", "--loss grpo") + " --batch-size 1 --kl-beta 0.01"
         if loss == "grpo":
-            flags += f" --group-size {load.batch} --sample-every 1 --max-new-tokens {load.new} --reward {folder}/reward.py:reward"
-        start = [sys.executable] + (["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else [])
+            flags += f" --group-size {load.batch} --sample-every 1 --max-new-tokens {load.new}"
+            flags += f" --reward {folder}/reward.py:reward"
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        start = [sys.executable] + (torchrun if ranks > 1 else [])
         environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         output, peak = measured([*start, str(ROOT / "humanline.py"), *flags.split(), *more.split()], environment)
         lines = [json.loads(line) for line in Path(out, "run", "metrics.jsonl").read_text().splitlines()]
@@ -184,9 +191,11 @@ def operations(folder: Path, load: Workload, loss: str) -> float:
     texts = [(row["prompt"], row[key]) for row in rows for key in ("chosen", "rejected", "completion") if key in row]
     completion = sum(len(text.split()) + 1 for _, text in texts) / load.steps
     tokens = completion + sum(len(prompt.split()) for prompt, _ in texts) / load.steps
-    attention = sum(2 * load.hidden * (len(prompt.split()) + len(text.split())) ** 2 for prompt, text in texts) / load.steps  # causal
+    lengths = [len(prompt.split()) + len(text.split()) for prompt, text in texts]
+    attention = sum(2 * load.hidden * length**2 for length in lengths) / load.steps  # causal
     mismatched = 2 / 8 * 2 if loss == "kto" else 0  # z₀: policy and reference, forward only
-    return (8 + 8 * mismatched) * (load.layers * layer * tokens + head * completion) + 4 * (1 + mismatched) * load.layers * attention
+    matrices = load.layers * layer * tokens + head * completion
+    return (8 + 8 * mismatched) * matrices + 4 * (1 + mismatched) * load.layers * attention
 
 
 def table(rows: list[list[str]]) -> None:
@@ -204,8 +213,10 @@ def middle(runs: list[dict], key: str = "seconds") -> float:
 
 def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: str | None) -> None:
     rate = matmul_rate("cuda", torch.bfloat16) if load is GPU else matmul_rate("cpu", torch.float32)
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, matrix multiplication {rate / 1e9:,.0f} GFLOP/s")
-    rows = [["step", "humanline.py", "TRL", "times faster", "humanline.py MiB", "TRL MiB", "memory ratio", "of the matmul rate"]]
+    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, "
+          f"matrix multiplication {rate / 1e9:,.0f} GFLOP/s")
+    rows = [["step", "humanline.py", "TRL", "times faster", "humanline.py MiB", "TRL MiB", "memory ratio",
+             "of the matmul rate"]]
     for loss in losses:
         us, them = [], []
         for _ in range(rounds):
@@ -227,7 +238,8 @@ def overhead(folder: Path, load: Workload, losses: list[str], rounds: int) -> No
         for _ in range(rounds):
             plain.append(ours(folder, load, loss, "--no-humanline --ref copy"))
             with_it.append(ours(folder, load, loss, "--sync-k 1 --perception clip"))
-        rows.append([loss.upper(), f"{middle(plain):.3f} s", f"{middle(with_it):.3f} s", f"{middle(with_it) / middle(plain):.3f}"])
+        ratio = middle(with_it) / middle(plain)
+        rows.append([loss.upper(), f"{middle(plain):.3f} s", f"{middle(with_it):.3f} s", f"{ratio:.3f}"])
     table(rows)
 
 
@@ -238,10 +250,12 @@ def scaling(load: Workload, rounds: int) -> None:
         for folder, vocabulary in ((few, 8_192), (many, 65_536)):
             write_workload(folder, Workload(**{**vars(load), "vocabulary": vocabulary}))
         peaks = [middle([ours(folder, load, "dpo", "--sync-k 1") for _ in range(rounds)], "peak") for folder in (few, many)]
-        rows.append(["peak memory, vocabulary 8,192 to 65,536", f"{peaks[0]:.0f} MiB", f"{peaks[1]:.0f} MiB", f"{peaks[1] - peaks[0]:.0f} MiB"])
+        sizes = [f"{size:.0f} MiB" for size in (*peaks, peaks[1] - peaks[0])]
+        rows.append(["peak memory, vocabulary 8,192 to 65,536", *sizes])
         head = 4 * load.hidden * (65_536 - 8_192) / 2**20
         rows.append(["  of which weights, gradient, two moments", "", "", f"{4 * head:.0f} MiB"])
-        rows.append(["  of which two chunks of 512 rows of logits", "", "", f"{2 * 512 * 4 * (65_536 - 8_192) / 2**20:.0f} MiB"])
+        logits = 2 * 512 * 4 * (65_536 - 8_192) / 2**20
+        rows.append(["  of which two chunks of 512 rows of logits", "", "", f"{logits:.0f} MiB"])
         base, large = Path(temporary, "base"), Path(temporary, "large")
         write_workload(base, load)
         write_workload(large, Workload(**{**vars(load), "batch": 8 * load.batch}))
@@ -250,7 +264,8 @@ def scaling(load: Workload, rounds: int) -> None:
         for _ in range(rounds):
             times[0].append(ours(base, load, "dpo", "--sync-k 1"))
             times[1].append(ours(large, larger, "dpo", "--sync-k 1"))
-        rows.append(["step time, tokens", f"{middle(times[0]):.3f} s", f"{middle(times[1]):.3f} s", f"{middle(times[1]) / middle(times[0]):.2f} times"])
+        few, many = map(middle, times)
+        rows.append(["step time, tokens", f"{few:.3f} s", f"{many:.3f} s", f"{many / few:.2f} times"])
     table(rows)
 
 
@@ -261,7 +276,8 @@ def online(folder: Path, load: Workload, rounds: int) -> None:
         offline.append(ours(folder, load, "grpo-offline", "--sync-k 1"))
         drawn.append(ours(folder, load, "grpo", "--no-humanline"))
     table([["GRPO step", "offline, humanline", "online", "times"],
-           [f"completions of {load.new} tokens", f"{middle(offline):.3f} s", f"{middle(drawn):.3f} s", f"{middle(drawn) / middle(offline):.2f}"]])
+           [f"completions of {load.new} tokens", f"{middle(offline):.3f} s", f"{middle(drawn):.3f} s",
+            f"{middle(drawn) / middle(offline):.2f}"]])
 
 
 def ranks(folder: Path, load: Workload, losses: list[str], rounds: int) -> None:
@@ -301,7 +317,8 @@ def saving(load: Workload, rounds: int) -> None:
     rows = [["a save of", "the loop waits", "whole save", "share"]]
     for name, some in (("the first", slice(0, 1)), ("later ones, median", slice(1, None))):
         wait, total = statistics.median(waits[some] or [math.nan]), statistics.median(totals[some] or [math.nan])
-        rows.append([f"{size / 1e6:.0f} M parameters, {name}", f"{wait:.2f} s", f"{total:.2f} s", f"{wait / total:.0%}" if total else ""])
+        share = f"{wait / total:.0%}" if total else ""
+        rows.append([f"{size / 1e6:.0f} M parameters, {name}", f"{wait:.2f} s", f"{total:.2f} s", share])
     table(rows)
 
 
@@ -319,7 +336,8 @@ def decoding(folder: Path, load: Workload, rounds: int) -> None:
                               dtype="bfloat16" if device.type == "cuda" else "float32")
     policy = humanline.load_policy(config, device)[0].eval()
     chance, count = random.Random(0), 256 if load is GPU else 16
-    prompts = [chance.choices(range(10, load.vocabulary), k=chance.randint(load.prompt // 2, load.prompt)) for _ in range(count)]
+    lengths = [chance.randint(load.prompt // 2, load.prompt) for _ in range(count)]
+    prompts = [chance.choices(range(10, load.vocabulary), k=length) for length in lengths]
     stops = list(range(0, load.vocabulary, 128))
     settings = dict(do_sample=True, top_k=0, max_new_tokens=load.new, eos_token_id=stops, pad_token_id=0)
 
@@ -327,7 +345,8 @@ def decoding(folder: Path, load: Workload, rounds: int) -> None:
         ids, mask = (humanline.padded(rows, 0, "left").to(device) for rows in (prompts, [[1] * len(one) for one in prompts]))
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(0)
-            drawn = policy.generate(ids, attention_mask=mask, generation_config=GenerationConfig(cache_implementation="static", **settings))
+            fixed = GenerationConfig(cache_implementation="static", **settings)
+            drawn = policy.generate(ids, attention_mask=mask, generation_config=fixed)
         return int(((drawn[:, ids.shape[1] :] % 128 == 0).cumsum(1) == 0).sum()) + count
 
     def continuous() -> int:
@@ -355,7 +374,8 @@ def decoding(folder: Path, load: Workload, rounds: int) -> None:
 
 
 def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "online", "decoding"] = "steps",
-         losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None, gpu: bool = False, train_steps: int = 8) -> None:
+         losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None, gpu: bool = False,
+         train_steps: int = 8) -> None:
     """Measure, and print a table.
 
     Args:
@@ -381,8 +401,11 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
             write_workload(folder, load)
         {"online": lambda: online(folder, load, rounds),
          "decoding": lambda: decoding(folder, load, rounds),
-         "steps": lambda: steps(folder, load, losses, rounds, trl_python), "overhead": lambda: overhead(folder, load, losses, rounds),
-         "scaling": lambda: scaling(load, rounds), "ranks": lambda: ranks(folder, load, losses, rounds), "saving": lambda: saving(load, rounds)}[what]()
+         "steps": lambda: steps(folder, load, losses, rounds, trl_python),
+         "overhead": lambda: overhead(folder, load, losses, rounds),
+         "scaling": lambda: scaling(load, rounds),
+         "ranks": lambda: ranks(folder, load, losses, rounds),
+         "saving": lambda: saving(load, rounds)}[what]()
 
 
 if __name__ == "__main__":

@@ -599,3 +599,15 @@ def test_time_is_compared_to_the_pass_that_both_reach():
     known = {"slow --seed 1": run(20.0, 0.4, 0.6, 0.8), "fast --seed 1": run(10.0, 0.4, 0.7, 0.65)}
     runs = evaluation.Runs([1], known)  # both reach 0.7: the slow one after 96 of 128 steps, the fast one after 64
     assert evaluation.times_as_long(runs, "slow", "fast", (64, 128)) == "3.00"
+
+
+def test_a_worker_that_remembers_its_rows_mixes_none_up(tiny, data_files, monkeypatch):
+    for name in ("read_rows", "encode_rows"):
+        monkeypatch.setattr(humanline, name, getattr(humanline, name))  # which puts them back afterwards
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    evaluation.start_worker()
+    sampler = evaluation.load(tiny, humanline.parse_config(["--model", tiny]), scored=False)
+    rows = lambda kind: humanline.read_rows(data_files[kind], sampler.config, "--data")
+    pairs, groups, again, some = (evaluation.encode(sampler, rows, offline=True)
+                                  for rows in (rows("pairs"), rows("groups"), rows("pairs"), rows("pairs")[:5]))
+    assert pairs is again and pairs != groups and some == pairs[:5]
