@@ -1776,7 +1776,7 @@ class Collapse:
     its rewards go next: `python eval.py reproduce --only syncing` counts how often that is right.
     """
 
-    def __init__(self, window: int = 16, times: float = 4.0, least: float = 0.1):
+    def __init__(self, window: int = 16, times: float = 4.0, least: float = 0.03):
         self.recent: deque[float] = deque(maxlen=window)
         self.best, self.times, self.least, self.told = -math.inf, times, least, False
 

@@ -257,7 +257,7 @@ def test_a_reference_that_is_the_policy_itself_is_not_computed(run, monkeypatch,
     ([-0.5 + 0.01 * i for i in range(40)], None),  # rises
     ([-0.2] * 20 + [-0.5] * 40, None),  # falls a little
     ([-0.2] * 20 + [-1.2] * 40, 30),  # 10 of 16 at -1.2: the mean is below -0.8
-    ([-0.02] * 20 + [-0.11] * 40, None),  # five times as unlikely, but by less than 0.1
+    ([-0.005] * 20 + [-0.034] * 40, None),  # seven times as unlikely, but by less than 0.03
     ([-0.2, None] * 20 + [-1.2] * 40, 50),
     ([-0.2] * 10 + [-1.2] * 5, None),  # shorter than the window
 ])
