@@ -992,7 +992,7 @@ GRID = {"lr": ("2e-4", "4e-4", "8e-4", "16e-4"), "norm": "0.25",
 SYNCED = {"grpo": 64, "dpo": 128, "kto": 128}  # k of the ablation's rows with a sync
 SURVEYED = {  # k of the survey, at its learning rates
     "16e-5": (64, 24, 8, 1), "5e-4": (64, 48, 24, 12, 8, 4, 2, 1), "16e-4": (64, 24, 8, 1)}
-LONG_SYNC = "--sync-k 24"
+LONG_OFFLINE, LONG_DRAWN = "--sync-k 64", "--sync-k 24"  # of 24 and 64, at this learning rate
 LONG = "--loss grpo --model embedded:long --data embedded:long-worse --steps 128 --batch-size 16 --lr 5e-4"
 # The 97.5 % point of Student's t, by the number of seeds.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -1237,8 +1237,9 @@ def quality(runs: Runs) -> list[str]:
 
 def long(runs: Runs) -> list[str]:
     """A longer task: sums of six digits with every partial sum written down, some 40 tokens."""
-    cases = {"offline, a worse model's": NEVER, "offline, a worse model's, humanline": LONG_SYNC, "online": f"{ONLINE} {NEVER}",
-             "every 64 steps": f"--sample-every 64 {NEVER}", "every 64 steps, humanline": f"--sample-every 64 {LONG_SYNC}"}
+    cases = {"offline, a worse model's": NEVER, "offline, a worse model's, humanline": LONG_OFFLINE,
+             "online": f"{ONLINE} {NEVER}", "every 64 steps": f"--sample-every 64 {NEVER}",
+             "every 64 steps, humanline": f"--sample-every 64 {LONG_DRAWN}"}
     found = {name: f"{LONG} {flags}" for name, flags in cases.items()}
     rows = [["GRPO, whole computation right", "after 64 steps", "128", "seconds, drawing"]]
     for name, flags in found.items():
@@ -1290,6 +1291,10 @@ def tuning(runs: Runs) -> list[str]:
             search("GRPO, drawn every 64 steps", f"{common} --sample-every 64 {NEVER}", each(""))
             search("GRPO, drawn every 64 steps, humanline", f"{common} --sample-every 64",
                    each("--sync-k 8", "--sync-k 24", "--sync-k 64"))
+    for name, more in (("offline", ""), ("drawn every 64 steps", "--sample-every 64 ")):
+        tried = {k: first(f"{LONG} {more}--sync-k {k}") for k in (24, 64)}
+        rows += [[f"GRPO, the longer task, {name}, humanline", f"`--sync-k {k}`", " ".join(f"{value:.3f}" for value in values)]
+                 for k, values in tried.items()]
     return [markdown(rows)]
 
 
@@ -1329,7 +1334,7 @@ def sources_of(chosen: Iterable[str], quick: bool) -> list[str]:
     """The embedded models and data that the experiments need."""
     sources = ["embedded:worse", "embedded:test"]
     sources += ["embedded", "embedded:better"] if {"gap", "quality"} & {*chosen} and not quick else []
-    return sources + (["embedded:long-worse", "embedded:long-test"] if "long" in chosen else [])
+    return sources + (["embedded:long-worse", "embedded:long-test"] if {"long", "tuning"} & {*chosen} else [])
 
 
 @contextlib.contextmanager
