@@ -1201,9 +1201,11 @@ def ablation(runs: Runs) -> list[str]:
         rows.append([name] + [spread(found[name, loss]) for loss in LOSSES])
     verdicts = []
     for loss in LOSSES:
-        sync, clip = (found[name, loss] - found["neither", loss] for name in ("sync only (a trust region)", "clip only"))
+        parts = ("sync only (a trust region)", "clip only", "sync and clip")
+        sync, clip, both = (found[name, loss] - found["neither", loss] for name in parts)
         verdicts.append(holds(np.mean(sync) > np.mean(clip), f"{loss.upper()}: syncing gives most of the gain (sync only "
-                              f"{spread(sync, sign='+')}, clip only {spread(clip, sign='+')}, paired)",
+                              f"{spread(sync, sign='+')}, clip only {spread(clip, sign='+')}, both "
+                              f"{spread(both, sign='+')}, paired)",
                               undecided=abs(np.mean(sync - clip)) < half(sync - clip)))
     return [markdown(rows), *verdicts]
 
