@@ -1771,9 +1771,9 @@ def kto_reference_point(policy: Module, batch: Batch, config: Config) -> Tensor:
 class Collapse:
     """Whether a run is coming apart, told from the log-prob of the completions that the loss wants likelier.
 
-    While a run learns, their mean log π_θ per token rises. Once they have become, over `window` steps, `times` as unlikely as
-    at their best, and by `least` nats per token, the policy is losing what it was taught with what it is taught against, and
-    its rewards go next: `python eval.py reproduce --only syncing` counts how often that is right.
+    While a run learns, their surprisal, the mean -log π_θ per token, falls. Once it has come, over `window` steps, to `times`
+    its least, and to `least` nats per token above that, the policy is losing what it was taught with what it is taught
+    against, and its rewards go next: `python eval.py reproduce --only syncing` counts how often that is right.
     """
 
     def __init__(self, window: int = 16, times: float = 4.0, least: float = 0.03):

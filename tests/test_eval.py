@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -611,3 +612,27 @@ def test_a_worker_that_remembers_its_rows_mixes_none_up(tiny, data_files, monkey
     pairs, groups, again, some = (evaluation.encode(sampler, rows, offline=True)
                                   for rows in (rows("pairs"), rows("groups"), rows("pairs"), rows("pairs")[:5]))
     assert pairs is again and pairs != groups and some == pairs[:5]
+
+
+@pytest.mark.parametrize("error, said", [
+    (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+    (BrokenProcessPool("a process was terminated abruptly"), "a process was terminated abruptly")])
+def test_bad_luck_while_training_costs_one_line(monkeypatch, capsys, error, said):
+    def fail(flags):
+        raise error
+
+    monkeypatch.setitem(evaluation.COMMANDS, evaluation.Reproduce, fail)
+    assert evaluation.main(["reproduce"]) == 1 and capsys.readouterr().err == f"eval.py: stopped: {said}\n"
+
+
+def test_one_seed_decides_nothing():
+    runs = pretended(Pretend())
+    runs.seeds = [1]
+    verdicts = [line for name in ("gap", "sparse", "long") for line in getattr(evaluation, name)(runs) if "against" in line]
+    assert any("every 64 steps with humanline" in line for line in verdicts)
+    assert all(line.startswith("- **not decided**") for line in verdicts if "every 64 steps with humanline" in line)
+
+
+def test_the_longer_task_alone_makes_nothing_else():
+    assert all("long" in source for source in evaluation.sources_of(("long",), quick=False))
+    assert "embedded:worse" in evaluation.sources_of(("gap",), quick=True)
