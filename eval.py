@@ -22,6 +22,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import shlex
 import sys
@@ -40,7 +41,7 @@ import tyro
 from tqdm import tqdm
 
 import humanline
-from humanline import Config, Group, Row, Sampler, UserError, capacity
+from humanline import Config, Group, Recipe, Row, Sampler, UserError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -282,6 +283,23 @@ def length_controlled(preference: np.ndarray, delta: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-theta))
 
 
+def capacity(a, gamma: float):
+    """Ω⁺(a; γ) = a^γ / (a^γ + (1 - a)^γ)^(1/γ): a cumulative probability `a` as people perceive it.
+
+    An inverted S for γ in (0, 1): the extreme outcomes weigh more than they should. Tversky and Kahneman (1992)
+    estimate γ = 0.61 for gains and 0.69 for losses.
+
+    Args:
+        a: probabilities in [0, 1], a float, or an array or a tensor of any shape.
+    Returns:
+        The same shape as `a`.
+
+    >>> round(capacity(0.01, 0.61), 3), round(capacity(0.99, 0.61), 3)
+    (0.055, 0.912)
+    """
+    return a**gamma / (a**gamma + (1 - a) ** gamma) ** (1 / gamma)
+
+
 def perceived_divergence(policy: np.ndarray, data: np.ndarray, gamma: float) -> np.ndarray:
     """KL(ω || Q) in nats between the distribution of outcomes as people perceive it, ω, and the data's, Q (Proposition 3.4).
 
@@ -369,8 +387,7 @@ def rows_to_measure(flags: Accuracy | Winrate, config: Config) -> str:
 
 def encode(sampler: Sampler, rows: list[Row], offline: bool) -> list[Group]:
     """Rows as the trainer encodes them: their own completions if `offline`, or prompts to draw completions for."""
-    config = dataclasses.replace(sampler.config, sample_every=0 if offline else 1)
-    return humanline.encode_rows(rows, sampler.tokenizer, sampler.stops[0], humanline.max_positions(sampler.policy), config)
+    return humanline.encode_rows(rows, sampler, online=not offline)
 
 
 def draw(sampler: Sampler, prompts: list[Group], rows: list[Row], samples: int, stream: int) -> tuple[list[Group], float]:
@@ -385,24 +402,26 @@ def draw(sampler: Sampler, prompts: list[Group], rows: list[Row], samples: int, 
     with tqdm(total=len(prompts), desc=sampler.name, unit="prompt", leave=False) as bar:
         for start in range(0, len(order), size):
             part = order[start : start + size]
-            drawn |= zip(part, sampler.draw([prompts[i] for i in part], rows, samples, 10**8 * (1 + stream) + start))
+            step = 10**8 * (1 + stream) + start
+            drawn |= zip(part, sampler.draw_rollouts([prompts[i] for i in part], rows, samples, step))
             bar.update(len(part))
     tokens = sum(len(completion) for group in drawn.values() for completion in group.completions)
     return [drawn[i] for i in range(len(prompts))], tokens / (time.perf_counter() - started)
 
 
 def token_logps(sampler: Sampler, groups: list[Group]) -> list[list[np.ndarray]]:
-    """log π(y_t | x, y_<t) in nats of each token of each completion of each group, by the trainer's own scoring."""
-    config, found = dataclasses.replace(sampler.config, loss="grpo"), []  # every sequence by itself
+    """log π(y_t | x, y_<t) in nats of each token of each completion of each group, as the trainer computes it."""
+    config, logps = dataclasses.replace(sampler.config, loss="grpo"), []  # every sequence by itself
     with tqdm(total=len(groups), desc=f"log-probs by {sampler.name}", unit="prompt", leave=False) as bar:
         for start in range(0, len(groups), 64):
             part = groups[start : start + 64]
-            sequences = [humanline.Sequence(group.prompt, completion) for group in part for completion in group.completions]
-            humanline.score(sampler.policy, humanline.Batch(0, sequences, [], None), config)
-            scored = iter(sequences)
-            found += [[next(scored).ref.double().numpy() for _ in group.completions] for group in part]
+            sequences = [humanline.Sequence(group.prompt, completion)
+                         for group in part for completion in group.completions]
+            humanline.attach_ref_logps(sampler.policy, humanline.Batch(0, sequences, [], None), config)
+            in_order = iter(sequences)
+            logps += [[next(in_order).ref_logps.double().numpy() for _ in group.completions] for group in part]
             bar.update(len(part))
-    return found
+    return logps
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -508,7 +527,7 @@ def accuracy(flags: Accuracy) -> None:
         greedy = draw(sampler, prompts, rows, 1, 2 * i + 1)[0] if flags.greedy else []
         for kind, group in (*(("sampled", group) for group in drawn), *(("greedy", group) for group in greedy)):
             texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
-            for text, ids, score in zip(texts, group.completions, group.scores):
+            for text, ids, score in zip(texts, group.completions, group.rewards):
                 lines.append(dict(model=name, kind=kind, row=group.row, prompt=rows[group.row].prompt, completion=text,
                                   score=score, tokens=len(ids), truncated=ids[-1] not in sampler.stops))
                 found[i, kind, group.row].append(lines[-1])
@@ -600,7 +619,7 @@ def winrate(flags: Winrate) -> None:
 
     ours = texts(sampler, 0)
     if other is None:
-        theirs = {i: [row.completions[int(np.argmax(row.scores))]] * flags.samples for i, row in enumerate(rows)}
+        theirs = {i: [row.completions[int(np.argmax(row.rewards))]] * flags.samples for i, row in enumerate(rows)}
     else:  # from draws of its own, so that a model against itself is a test and no identity
         theirs = texts(load(flags.against, other, scored=False), 1)
     common = sorted(set(ours) & set(theirs))
@@ -666,10 +685,10 @@ class Source:
         self.all, self.estimate = np.concatenate(self.means), interval([one.mean() for one in self.means])
         self.own = [group[0].mean() for group in own]
         self.line = float(np.quantile(self.own, 0.25)) if own else PAPERS_WORST[1]  # what the model says is mostly likelier
-        compared = [i for i, group in enumerate(groups) if len(group.scores) > 1 and not group.labelled]
-        self.gaps = np.array([np.ptp(groups[i].scores) for i in compared])  # best minus worst score
-        pairs = [(self.means[i], groups[i].scores) for i, gap in zip(compared, self.gaps) if gap > 0]
-        self.likelier = [means[np.argmax(scores)] > means[np.argmin(scores)] for means, scores in pairs]
+        compared = [i for i, group in enumerate(groups) if len(group.rewards) > 1 and not group.labelled]
+        self.gaps = np.array([np.ptp(groups[i].rewards) for i in compared])  # best minus worst score
+        pairs = [(self.means[i], groups[i].rewards) for i, gap in zip(compared, self.gaps) if gap > 0]
+        self.likelier = [means[np.argmax(rewards)] > means[np.argmin(rewards)] for means, rewards in pairs]
 
     def describe(self) -> dict[str, str]:
         """What the table says."""
@@ -971,6 +990,37 @@ def picture_curves(groups: dict[str, list[dict[int, dict]]], panels: list[str], 
 # reproduce: the paper's claims, re-run on the embedded model
 # ----------------------------------------------------------------------------------------------------------------------
 
+
+def six_digit_sums(chance: random.Random) -> list[str]:
+    """Some 8,000 sums of six digits, each once."""
+    return list(dict.fromkeys("+".join(chance.choices("123456789", k=6)) + "=" for _ in range(8100)))
+
+
+def add_in_steps(problem: str, errs: float, chance: random.Random) -> str:
+    """The sum, and before it every partial sum, a line each; each is wrong with probability `errs`.
+
+    >>> print(add_in_steps("7+8+5=", 0.0, random.Random(0)))
+    7+8=15
+    15+5=20
+    20
+    """
+    total, *digits = problem.removesuffix("=").split("+")
+    lines = []
+    for digit in digits:
+        partial_sum = f"{total}+{digit}="
+        total = humanline.add(partial_sum, errs, chance)
+        lines.append(f"{partial_sum}{total}\n")
+    return "".join(lines) + total
+
+
+# Embedded models and data beside the demo's own: `embedded:better` and, for the longer task, `embedded:long` and
+# `embedded:long-worse`. Importing this file is enough to have them, in the processes of `reproduce` as well.
+LONGER = dict(problems=six_digit_sums, demonstrate=add_in_steps, max_new_tokens=48, data_prompts=1024)
+humanline.RECIPES.update({
+    "better": Recipe(120, 384, 2e-3, (0.15, 0.15), parent="base"),
+    "long": Recipe(560, 128, 2e-2, (0.0, 0.1), least_accuracy=0.2, **LONGER),
+    "long-worse": Recipe(120, 128, 2e-3, (0.3, 0.3), parent="long", **LONGER)})
+
 LOSSES = ("grpo", "dpo", "kto")
 DATA = {"its own samples": "--data embedded", "a worse model's": "--data embedded:worse",
         "a better model's": "--data embedded:better"}
@@ -993,7 +1043,8 @@ SYNCED = {"grpo": 64, "dpo": 128, "kto": 128}  # k of the ablation's rows with a
 SURVEYED = {  # k of the survey, at its learning rates
     "16e-5": (64, 24, 8, 1), "5e-4": (64, 48, 24, 12, 8, 4, 2, 1), "16e-4": (64, 24, 8, 1)}
 LONG_OFFLINE, LONG_DRAWN = "--sync-k 64", "--sync-k 24"  # of 24 and 64, at this learning rate
-LONG = "--loss grpo --model embedded:long --data embedded:long-worse --steps 128 --batch-size 16 --lr 5e-4"
+LONG = ("--loss grpo --model embedded:long --data embedded:long-worse --eval-data embedded:long-test "
+        "--max-new-tokens 48 --steps 128 --batch-size 16 --lr 5e-4")
 # The 97.5 % point of Student's t, by the number of seeds.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
@@ -1320,7 +1371,7 @@ def make_quartiles(home: Path, seed: int) -> None:
     """Score the data of the three models, sort it and write it in four parts."""
     sampler, groups = load("embedded", humanline.parse_config([]), scored=False), []
     for origin, name in enumerate(("embedded:worse", "embedded", "embedded:better")):
-        rows = [row for row in humanline.read_rows(name, sampler.config, "--data") if len(set(row.scores)) > 1]
+        rows = [row for row in humanline.read_rows(name, sampler.config, "--data") if len(set(row.rewards)) > 1]
         scored = token_logps(sampler, encode(sampler, rows, offline=True))
         groups += [(float(np.concatenate(one).mean()), origin, row.fields) for one, row in zip(scored, rows)]
     groups.sort(key=lambda group: group[0])
@@ -1343,11 +1394,22 @@ def sources_of(chosen: Iterable[str], quick: bool) -> list[str]:
 @contextlib.contextmanager
 def base_of(seed: int) -> Iterator[None]:
     """The embedded models and data of another seed, for the length of a `with`."""
-    own, humanline.EMBEDDED["seed"] = humanline.EMBEDDED["seed"], seed
+    before = os.environ.get("HUMANLINE_BASE")
+    os.environ["HUMANLINE_BASE"] = str(seed)
     try:
         yield
     finally:
-        humanline.EMBEDDED["seed"] = own
+        if before is None:
+            del os.environ["HUMANLINE_BASE"]
+        else:
+            os.environ["HUMANLINE_BASE"] = before
+
+
+def recipes_key() -> str:
+    """Twelve digits for all recipes, as what comes out of runs and quartiles depends on them."""
+    values = [value for recipe in humanline.RECIPES.values() for value in vars(recipe).values()]
+    names = [str(getattr(value, "__name__", value)) for value in values]
+    return hashlib.sha256(json.dumps([*humanline.RECIPES, *names]).encode()).hexdigest()[:12]
 
 
 def prepare(seed: int, sources: list[str], home: Path, quality: bool) -> None:
@@ -1373,7 +1435,7 @@ def train_once(flags: str, home: Path) -> dict:
                 contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             config = humanline.parse_config([*shlex.split(flags), "--out", f"{folder}/run"])
             with base_of(config.seed), contextlib.suppress(FloatingPointError):  # a run that diverged ends with nothing right
-                if humanline.train(config)["stopped"]:
+                if humanline.train(config).stopped_at:
                     raise UserError("interrupted; the same command goes on where it was")
             lines = humanline.read_metrics(Path(folder, "run", "metrics.jsonl"))
         curve = {step: 0.0 for step in (*range(0, config.steps, config.eval_every or config.steps), config.steps) if step}
@@ -1395,17 +1457,21 @@ def start_worker() -> None:
     def remember(name: str, key: Callable[..., tuple]) -> None:
         make, known = getattr(humanline, name), {}
 
-        def found(*args: Any) -> Any:
-            at = humanline.EMBEDDED["seed"], *key(*args)
+        def remembered(*args: Any, **options: Any) -> Any:
+            at = humanline.embedded_seed(), *key(*args, **options)
             if at not in known and len(known) >= 8:
                 known.clear()
-            return known[at] if at in known else known.setdefault(at, make(*args))
+            return known[at] if at in known else known.setdefault(at, make(*args, **options))
 
-        setattr(humanline, name, found)
+        setattr(humanline, name, remembered)
+
+    def key_of_groups(rows: list[Row], sampler: Sampler, flag: str = "--data", online: bool | None = None) -> tuple:
+        config = sampler.config
+        online = bool(config.sample_every) if online is None else online
+        return rows[0].where, rows[-1].where, len(rows), config.model, online, sampler.longest
 
     remember("read_rows", lambda name, config, flag: (name,))
-    remember("encode_rows", lambda rows, tokenizer, end, longest, config, flag="--data":
-             (rows[0].where, rows[-1].where, len(rows), config.model, bool(config.sample_every), longest))
+    remember("encode_rows", key_of_groups)
 
 
 def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str], quality: bool) -> dict[str, dict]:
@@ -1431,7 +1497,7 @@ def reproduce(flags: Reproduce) -> None:
     out, start = new_file(flags.out, (".md",), "reproduce.md"), time.perf_counter()
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
     experiments, chosen = EXPERIMENTS | {"tuning": tuning}, flags.only or (QUICK if flags.quick else tuple(EXPERIMENTS))
-    home = Path(humanline.embedded("embedded:test", "data")).parents[1] / "runs"
+    home = Path(humanline.embedded("embedded:test", "data")).parents[1] / f"runs-{recipes_key()}"
     home.mkdir(exist_ok=True)
     seeds = [101, 102, 103, 104] if "tuning" in chosen else list(range(1, 1 + (flags.seeds or (2 if flags.quick else 5))))
     known: dict[str, dict] = {}

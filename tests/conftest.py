@@ -1,5 +1,6 @@
 """What the tests share: a random model of a few thousand parameters, rows of every kind, and short runs on them."""
 
+import itertools
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import humanline
-
+from humanline import Batch, Sequence
 
 torch.set_num_threads(1)  # small tensors: more threads only wait for each other
 
@@ -64,7 +65,8 @@ def tiny(tmp_path_factory) -> str:
 def rows_of(kind: str, count: int = 24) -> list[dict]:
     """Rows of one kind with prompts and completions of many lengths."""
     chance = random.Random(count)
-    word = lambda low, high: "".join(chance.choice("abcdefgh 0123456789") for _ in range(chance.randint(low, high))).strip() or "x"
+    characters = lambda low, high: (chance.choice("abcdefgh 0123456789") for _ in range(chance.randint(low, high)))
+    word = lambda low, high: "".join(characters(low, high)).strip() or "x"
     make = {
         "prompts": lambda i: dict(prompt=f"{i} {word(1, 12)}", answer=word(1, 3)),
         "pairs": lambda i: dict(prompt=f"{i} {word(1, 12)}", chosen=word(1, 9), rejected=word(1, 9)),
@@ -83,12 +85,36 @@ def write_jsonl(path: Path, rows: list[dict]) -> str:
 @pytest.fixture(scope="session")
 def data_files(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("rows")
-    return {kind: write_jsonl(folder / f"{kind}.jsonl", rows_of(kind)) for kind in ("prompts", "pairs", "labels", "groups")}
+    kinds = "prompts", "pairs", "labels", "groups"
+    return {kind: write_jsonl(folder / f"{kind}.jsonl", rows_of(kind)) for kind in kinds}
+
+
+# What each loss must know of a sequence, of one after the other in turn.
+SIGNALS = {
+    "dpo": [dict(is_chosen=True), dict(is_chosen=False)],
+    "kto": [dict(is_chosen=True, weight=1.5), dict(is_chosen=False), dict(is_chosen=False)],
+    "grpo": [dict(advantage=advantage, is_chosen=advantage > 0) for advantage in (1.2, -0.4, 0.0, -0.8)],
+}
+
+
+def random_batch(loss: str, count: int = 8, seed: int = 0) -> Batch:
+    """A batch with lengths of all kinds and reference log-probs away from the policy's."""
+    generator = torch.Generator().manual_seed(seed)
+    number = lambda low, high: int(torch.randint(low, high, (), generator=generator))
+    ids = lambda length: torch.randint(8, 100, (length,), generator=generator).tolist()
+
+    def random_sequence(**signal) -> Sequence:
+        sequence = Sequence(ids(number(1, 9)), ids(number(1, 9)), **signal)
+        sequence.ref_logps = -4.6 + torch.randn(len(sequence.completion), generator=generator)
+        return sequence
+
+    sequences = [random_sequence(**signal) for _, signal in zip(range(count), itertools.cycle(SIGNALS[loss]))]
+    return Batch(1, sequences, [random_sequence() for _ in range(count)] if loss == "kto" else [], None)
 
 
 @pytest.fixture(scope="session")
 def varied(tmp_path_factory) -> str:
-    """A --reward that differs between most completions: a random model is never right, and equal scores teach nothing."""
+    """A --reward that differs between most completions: a random model is never right, which teaches nothing."""
     path = tmp_path_factory.mktemp("rewards") / "rewards.py"
     path.write_text("import zlib\n\n\ndef varied(prompts, completions, rows):\n"
                     "    return [zlib.crc32(text.encode()) % 7 / 7 for text in completions]\n")
@@ -103,7 +129,8 @@ def run(tiny, data_files, tmp_path, varied):
     def train(more: str, data: str = "groups", out: str | None = None, flags: list[str] | None = None) -> Path:
         nonlocal count
         count += 1
-        defaults = f"--model {tiny} --data {data_files[data]} --steps 6 --batch-size 4 --lr 1e-2 --max-new-tokens 4 --group-size 4"
+        defaults = (f"--model {tiny} --data {data_files[data]} --steps 6 --batch-size 4 --lr 1e-2 --max-new-tokens 4 "
+                    "--group-size 4")
         if "--sample-every" in more:
             defaults += f" --reward {varied}"
         out = out or str(tmp_path / f"run{count}")
@@ -117,15 +144,21 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def timeless(folder: Path) -> list[dict]:
+    """The metrics that two runs can share."""
+    return [{key: value for key, value in line.items() if "seconds" not in key} for line in metrics(folder)]
+
+
 def same_weights(a: Path, b: Path) -> bool:
     """Whether two runs end in the same weights, bit for bit."""
     from safetensors.torch import load_file
 
-    one, two = load_file(a / "final" / "model.safetensors"), load_file(b / "final" / "model.safetensors")
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    first, second = (load_file(folder / "final" / "model.safetensors") for folder in (a, b))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def command(*flags: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
     """python humanline.py FLAGS, as a user types it."""
-    return subprocess.run([sys.executable, str(ROOT / "humanline.py"), *flags], capture_output=True, text=True, cwd=cwd,
+    line = [sys.executable, str(ROOT / "humanline.py"), *flags]
+    return subprocess.run(line, capture_output=True, text=True, cwd=cwd,
                           env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=600)

@@ -1,6 +1,7 @@
 """Rows on disk -> groups -> what each loss trains on; and the published shapes of well-known data sets."""
 
 import csv
+import dataclasses
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from conftest import rows_of, write_jsonl
 
 import humanline
-from humanline import Config, Group, UserError
+from humanline import LOSSES, Batches, Config, Group, UserError
 
 USER = lambda text: {"role": "user", "content": text}
 ASSISTANT = lambda text: {"role": "assistant", "content": text}
@@ -18,53 +19,71 @@ def read(row: dict, **settings):
     return humanline.read_row(row, "data.jsonl row 1", Config(**settings))
 
 
-def signals(loss, group):
-    return [[(one.completion, one.signal) for one in unit] for unit in humanline.to_units(loss, group)]
+def units(loss, *groups):
+    return [unit for group in groups for unit in LOSSES[loss].make_units(group)]
+
+
+def chosen(loss, group):
+    """Each unit's completions, and which of them are chosen."""
+    return [[(sequence.completion, sequence.is_chosen) for sequence in unit] for unit in units(loss, group)]
 
 
 GROUP = Group(0, [1, 2], [[10], [11], [12], [13]], [0.0, 3.0, 1.0, 0.0])
 TIED = Group(0, [1, 2], [[10], [11]], [1.0, 1.0])
 PAIR = Group(0, [1, 2], [[10], [11]], [1.0, 0.0])
 LABEL = Group(0, [1, 2], [[10]], [1.0], labelled=True)
+UNWANTED = Group(0, [1, 2], [[10]], [0.0], labelled=True)
 
 
 def test_dpo_pairs_the_best_with_the_worst_and_makes_no_pair_of_a_tie():
-    assert signals("dpo", GROUP) == [[([11], 1.0), ([10], -1.0)]]
-    assert signals("dpo", PAIR) == [[([10], 1.0), ([11], -1.0)]]
-    assert signals("dpo", TIED) == []
+    assert chosen("dpo", GROUP) == [[([11], True), ([10], False)]]
+    assert chosen("dpo", PAIR) == [[([10], True), ([11], False)]]
+    assert chosen("dpo", TIED) == []
 
 
 def test_kto_wants_what_lies_above_the_groups_mean():
-    assert signals("kto", GROUP) == [[([10], -1.0)], [([11], 1.0)], [([12], -1.0)], [([13], -1.0)]]
-    assert signals("kto", PAIR) == [[([10], 1.0)], [([11], -1.0)]]
-    assert signals("kto", LABEL) == [[([10], 1.0)]]
+    assert chosen("kto", GROUP) == [[([10], False)], [([11], True)], [([12], False)], [([13], False)]]
+    assert chosen("kto", PAIR) == [[([10], True)], [([11], False)]]
+    assert chosen("kto", LABEL) == [[([10], True)]]
+    assert chosen("kto", UNWANTED) == [[([10], False)]]
 
 
 def test_grpo_keeps_the_group_together_with_its_advantages():
-    (unit,) = signals("grpo", GROUP)
-    assert [ids for ids, _ in unit] == GROUP.completions
-    assert sum(advantage for _, advantage in unit) == pytest.approx(0, abs=1e-12)
-    assert unit[1][1] == pytest.approx(2 / (1.5**0.5 + 0.01))
+    (unit,) = units("grpo", GROUP)
+    assert [sequence.completion for sequence in unit] == GROUP.completions
+    assert sum(sequence.advantage for sequence in unit) == pytest.approx(0, abs=1e-12)
+    assert unit[1].advantage == pytest.approx(2 / (1.5**0.5 + 0.01))
+    assert [sequence.is_chosen for sequence in unit] == [False, True, False, False]
+    assert not any(sequence.advantage or sequence.is_chosen for sequence in units("grpo", TIED)[0])
 
 
 def test_kto_weighs_both_kinds_the_same_unless_told_otherwise():
-    def weights(units, **settings):
-        units = [unit for group in units for unit in humanline.to_units("kto", group)]
-        humanline.weigh(units, Config(**settings))
-        return [one.signal for unit in units for one in unit]
+    def weights(*groups, **settings):
+        sequences = [sequence for unit in units("kto", *groups) for sequence in unit]
+        LOSSES["kto"].set_weights(sequences, Config(**settings))
+        return [sequence.weight for sequence in sequences]
 
-    assert weights([GROUP]) == [-1.0, 3.0, -1.0, -1.0]
-    assert weights([PAIR, PAIR]) == [1.0, -1.0, 1.0, -1.0]
-    assert weights([GROUP], desirable_weight=1.1, undesirable_weight=0.5) == [-0.5, 1.1, -0.5, -0.5]
-    assert weights([LABEL]) == [1.0]
+    assert weights(GROUP) == [1.0, 3.0, 1.0, 1.0]
+    assert weights(PAIR, PAIR) == [1.0, 1.0, 1.0, 1.0]
+    assert weights(GROUP, desirable_weight=1.1, undesirable_weight=0.5) == [0.5, 1.1, 0.5, 0.5]
+    assert weights(GROUP, undesirable_weight=0.5) == [0.5, 1.5, 0.5, 0.5]
+    assert weights(LABEL) == [1.0] and weights(UNWANTED) == [1.0]
+
+
+def make_batch(loss, units, reward=None):
+    """The first batch of these units."""
+    batches = Batches(Config(loss=loss, batch_size=8, sample_every=1), [], 64)
+    batches.add(units, reward)
+    return batches.pending.pop()
 
 
 def test_kto_is_mismatched_with_the_completion_of_another_prompt():
-    units = [unit for i in range(3) for unit in humanline.to_units("kto", Group(i, [i // 2], [[10 + i]], [1.0], labelled=True))]
-    batch = humanline.make_batch(1, "kto", units, None, 64)
-    assert [(one.prompt, one.completion) for one in batch.mismatched] == [([0], [12]), ([0], [12]), ([1], [10])]
-    alone = humanline.make_batch(1, "kto", units[:2], None, 64)
-    assert alone.mismatched == [] and humanline.make_batch(1, "dpo", units, None, 64).mismatched == []
+    labelled = [Group(i, [i // 2], [[10 + i]], [1.0], labelled=True) for i in range(3)]
+    batch = make_batch("kto", units("kto", *labelled))
+    mismatched = [(sequence.prompt, sequence.completion) for sequence in batch.mismatched]
+    assert mismatched == [([0], [12]), ([0], [12]), ([1], [10])]
+    assert make_batch("kto", units("kto", *labelled[:2])).mismatched == []
+    assert make_batch("dpo", units("kto", *labelled)).mismatched == []
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
@@ -83,10 +102,10 @@ def test_every_file_format_gives_the_same_rows(tmp_path, ending):
         import datasets
 
         datasets.Dataset.from_list(rows).to_parquet(path)
-    found = humanline.read_rows(str(path), Config(), "--data")
-    assert [(row.prompt, row.completions, row.scores) for row in found] == \
+    read = humanline.read_rows(str(path), Config(), "--data")
+    assert [(row.prompt, row.completions, row.rewards) for row in read] == \
         [([USER(row["prompt"])], [row["chosen"], row["rejected"]], [1.0, 0.0]) for row in rows]
-    assert found[2].where == f"--data {path} row 3"
+    assert read[2].where == f"--data {path} row 3"
 
 
 def test_a_folder_with_a_split_is_read_like_a_hub_name(tmp_path):
@@ -99,7 +118,8 @@ def test_a_folder_with_a_split_is_read_like_a_hub_name(tmp_path):
 
 
 def test_several_sources_are_mixed_by_passes_and_limited(tmp_path, tiny):
-    a, b = write_jsonl(tmp_path / "a.jsonl", rows_of("pairs", 8)), write_jsonl(tmp_path / "b.jsonl", rows_of("groups", 6))
+    a = write_jsonl(tmp_path / "a.jsonl", rows_of("pairs", 8))
+    b = write_jsonl(tmp_path / "b.jsonl", rows_of("groups", 6))
     rows, passes = humanline.read_sources([f"{a}=3", f"{b}=0.5"], Config(limit=4))
     assert len(rows) == 8 and passes == [3.0] * 4 + [0.5] * 4
     groups = [Group(i, [i], [], []) for i in range(8)]
@@ -112,25 +132,36 @@ def test_several_sources_are_mixed_by_passes_and_limited(tmp_path, tiny):
 # Rows of exactly the published schemas: as `read_row` sees them, and through a file as the hub holds it.
 
 SCORED = ["one", "two", "three"]
-PUBLISHED = {  # name: (row, prompt, completions, scores)
+PUBLISHED = {  # name: (row, prompt, completions, rewards)
     "GSM8K": ({"question": "How many?", "answer": "He has 2+2=<<2+2=4>>4.\n#### 4"}, [USER("How many?")], [], []),
-    "MATH": ({"problem": "Find $x$.", "level": "Level 1", "type": "Algebra", "solution": "So $x=\\boxed{\\frac12}$."}, [USER("Find $x$.")], [], []),
-    "MATH500": ({"problem": "Find $x$.", "solution": "So $\\boxed{2}$.", "answer": "2", "subject": "Algebra", "level": 1, "unique_id": "test/a/1.json"},
-                [USER("Find $x$.")], [], []),
+    "MATH": ({"problem": "Find $x$.", "level": "Level 1", "type": "Algebra", "solution": "So $x=\\boxed{\\frac12}$."},
+             [USER("Find $x$.")], [], []),
+    "MATH500": ({"problem": "Find $x$.", "solution": "So $\\boxed{2}$.", "answer": "2", "subject": "Algebra",
+                 "level": 1, "unique_id": "test/a/1.json"}, [USER("Find $x$.")], [], []),
     "UltraFeedback-ArmoRM": (
         {"prompt_id": "0af1", "prompt": "Hi", "all_generated_responses": SCORED, "all_rm_scores": [0.1, 0.3, 0.2],
-         "chosen": [USER("Hi"), ASSISTANT("two")], "rejected": [USER("Hi"), ASSISTANT("one")]}, [USER("Hi")], SCORED, [0.1, 0.3, 0.2]),
+         "chosen": [USER("Hi"), ASSISTANT("two")], "rejected": [USER("Hi"), ASSISTANT("one")]},
+        [USER("Hi")], SCORED, [0.1, 0.3, 0.2]),
     "HH-RLHF": ({"chosen": "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Old?\n\nAssistant: Quite.",
                  "rejected": "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Old?\n\nAssistant: No."},
                 [USER("Hi"), ASSISTANT("Hello!"), USER("Old?")], ["Quite.", "No."], [1.0, 0.0]),
-    "TRL DPO standard": ({"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}, [USER("The sky is")], [" blue.", " green."], [1.0, 0.0]),
-    "TRL DPO standard, implicit": ({"chosen": "The sky is blue.", "rejected": "The sky is green."}, [USER("The sky is ")], ["blue.", "green."], [1.0, 0.0]),
-    "TRL DPO conversational": ({"prompt": [USER("Sky?")], "chosen": [ASSISTANT("Blue.")], "rejected": [ASSISTANT("Green.")]},
-                               [USER("Sky?")], ["Blue.", "Green."], [1.0, 0.0]),
-    "TRL DPO conversational, implicit": ({"chosen": [USER("Sky?"), ASSISTANT("Blue.")], "rejected": [USER("Sky?"), ASSISTANT("Green.")]},
-                                         [USER("Sky?")], ["Blue.", "Green."], [1.0, 0.0]),
-    "TRL KTO standard": ({"prompt": "The sky is", "completion": " blue.", "label": True}, [USER("The sky is")], [" blue."], [1.0]),
-    "TRL KTO conversational": ({"prompt": [USER("Sky?")], "completion": [ASSISTANT("Green.")], "label": False}, [USER("Sky?")], ["Green."], [0.0]),
+    "TRL DPO standard": (
+        {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
+        [USER("The sky is")], [" blue.", " green."], [1.0, 0.0]),
+    "TRL DPO standard, implicit": (
+        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+        [USER("The sky is ")], ["blue.", "green."], [1.0, 0.0]),
+    "TRL DPO conversational": (
+        {"prompt": [USER("Sky?")], "chosen": [ASSISTANT("Blue.")], "rejected": [ASSISTANT("Green.")]},
+        [USER("Sky?")], ["Blue.", "Green."], [1.0, 0.0]),
+    "TRL DPO conversational, implicit": (
+        {"chosen": [USER("Sky?"), ASSISTANT("Blue.")], "rejected": [USER("Sky?"), ASSISTANT("Green.")]},
+        [USER("Sky?")], ["Blue.", "Green."], [1.0, 0.0]),
+    "TRL KTO standard": (
+        {"prompt": "The sky is", "completion": " blue.", "label": True}, [USER("The sky is")], [" blue."], [1.0]),
+    "TRL KTO conversational": (
+        {"prompt": [USER("Sky?")], "completion": [ASSISTANT("Green.")], "label": False},
+        [USER("Sky?")], ["Green."], [0.0]),
     "TRL GRPO standard": ({"prompt": "The sky is"}, [USER("The sky is")], [], []),
     "TRL GRPO conversational": ({"prompt": [USER("Sky?")], "solution": "blue"}, [USER("Sky?")], [], []),
 }
@@ -141,7 +172,7 @@ PUBLISHED = {  # name: (row, prompt, completions, scores)
 def test_rows_of_a_published_schema_are_read_as_they_stand(tmp_path, name, ending):
     import datasets
 
-    fields, prompt, completions, scores = PUBLISHED[name]
+    fields, prompt, completions, rewards = PUBLISHED[name]
     path = tmp_path / f"rows.{ending}"
     if ending == "parquet":
         datasets.Dataset.from_list([fields, fields]).to_parquet(path)
@@ -150,15 +181,17 @@ def test_rows_of_a_published_schema_are_read_as_they_stand(tmp_path, name, endin
     rows = humanline.read_rows(str(path), Config(), "--data")
     assert len(rows) == 2
     for row in (read(fields), *rows):
-        assert (row.prompt, row.completions, row.scores, row.fields) == (prompt, completions, scores, fields)
+        assert (row.prompt, row.completions, row.rewards, row.fields) == (prompt, completions, rewards, fields)
         assert row.labelled == ("KTO" in name)
 
 
-def test_hh_rlhf_rows_that_differ_before_the_last_turn_or_end_without_an_answer_are_dropped_and_counted(tmp_path, capsys):
+def test_hh_rlhf_rows_that_differ_before_the_last_turn_or_end_without_an_answer_are_dropped_and_counted(
+        tmp_path, capsys):
     start = "\n\nHuman: Hi there\n\nAssistant: Hello!\n\nHuman: How old\nare you?\n\nAssistant:"
     good = {"chosen": start + " Quite old.", "rejected": start + " No."}
     assert read(good).prompt[-1] == USER("How old\nare you?")
-    bad = [dict(good, rejected=good["rejected"].replace("Hello!", "Hey!")), dict(good, rejected=start), dict(good, chosen=start + " Old.\n\nHuman: So?")]
+    bad = [dict(good, rejected=good["rejected"].replace("Hello!", "Hey!")), dict(good, rejected=start),
+           dict(good, chosen=start + " Old.\n\nHuman: So?")]
     assert [read(row) for row in bad] == [None] * 3
     rows = humanline.read_rows(write_jsonl(tmp_path / "hh.jsonl", [good, *bad]), Config(), "--data")
     assert len(rows) == 1 and "dropped 3 rows whose two dialogues" in capsys.readouterr().err
@@ -167,33 +200,32 @@ def test_hh_rlhf_rows_that_differ_before_the_last_turn_or_end_without_an_answer_
 def test_halos_feedback_files(tmp_path):
     common = dict(prompt=[USER("Hi")], split="train")
     binary = read(dict(common, prompt_id=0, output=[ASSISTANT("Yes")], label=1, reward=0.7, type="binary_feedback"))
-    assert binary.labelled and binary.scores == [1.0] and binary.completions == ["Yes"]
+    assert binary.labelled and binary.rewards == [1.0] and binary.completions == ["Yes"]
     for label, order in ((1, ["A", "B"]), (0, ["B", "A"])):
-        pair = read(dict(common, prompt_id=0, output_A=[ASSISTANT("A")], output_B=[ASSISTANT("B")], label=label, reward_A=1.0, reward_B=0.2,
-                         reward_difference=0.8, type="pairwise_feedback"))
+        pair = read(dict(common, prompt_id=0, output_A=[ASSISTANT("A")], output_B=[ASSISTANT("B")], label=label,
+                         reward_A=1.0, reward_B=0.2, reward_difference=0.8, type="pairwise_feedback"))
         assert pair.completions == order and not pair.labelled
     path = tmp_path / "scalar.json"
-    path.write_text(json.dumps([dict(common, prompt_id=i // 3, output=[ASSISTANT(f"say {i}")], reward=i / 10, type="scalar_feedback") for i in range(6)]))
+    say = lambda i: dict(prompt_id=i // 3, output=[ASSISTANT(f"say {i}")], reward=i / 10, type="scalar_feedback")
+    path.write_text(json.dumps([dict(common, **say(i)) for i in range(6)]))
     rows = humanline.read_rows(str(path), Config(), "--data")
     assert [row.completions for row in rows] == [["say 0", "say 1", "say 2"], ["say 3", "say 4", "say 5"]]
-    assert rows[1].scores == [0.3, 0.4, 0.5]
+    assert rows[1].rewards == [0.3, 0.4, 0.5]
 
 
 def test_system_message_and_prompt_template_surround_the_prompt():
     row = read({"prompt": "1+1?"}, system="Be brief.", prompt_template="{prompt}\nPut the answer in \\boxed{}.")
     assert row.prompt == [{"role": "system", "content": "Be brief."}, USER("1+1?\nPut the answer in \\boxed{}.")]
-    own = read({"prompt": [{"role": "system", "content": "Mine."}, USER("1+1?")]}, system="Be brief.")
-    assert own.prompt[0]["content"] == "Mine." and len(own.prompt) == 2
+    row = read({"prompt": [{"role": "system", "content": "Mine."}, USER("1+1?")]}, system="Be brief.")
+    assert row.prompt[0]["content"] == "Mine." and len(row.prompt) == 2
 
 
 # Encoding.
 
 def encoded(tiny, rows, **settings):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    rows = [read(row) for row in rows]
-    return tokenizer, humanline.encode_rows(rows, tokenizer, tokenizer.eos_token_id, 64, Config(**settings))
+    config = Config(model=tiny, **settings)
+    policy, tokenizer = humanline.load_policy(config, torch.device("cpu"))
+    return tokenizer, humanline.encode_rows([read(row) for row in rows], humanline.Sampler(policy, tokenizer, config))
 
 
 def test_completions_end_in_one_eos_and_prompts_begin_with_one_bos(tiny):
@@ -219,22 +251,40 @@ def test_a_prompt_beyond_the_models_positions_is_an_error_that_says_how_to_drop_
 
 # The order of batches.
 
-def test_every_epoch_sees_every_unit_once_in_an_order_of_its_own(tiny):
+def test_every_epoch_sees_every_unit_once_in_an_order_of_its_own():
     groups = [Group(i, [i], [[1], [2]], [1.0, 0.0]) for i in range(12)]
-    data = humanline.Data(Config(loss="dpo", batch_size=4, steps=6), groups, 64, None)
-    rows = [one.row for batch in data.known(6, 0) for one in batch.sequences[::2]]
+
+    def rows_in_order(seed: int) -> list[int]:
+        batches = Batches(Config(loss="dpo", batch_size=4, steps=6, seed=seed), groups, 64)
+        batches.make_offline(6)
+        assert batches.steps_per_epoch == 3 and [batch.step for batch in batches.pending] == list(range(1, 7))
+        return [sequence.row for batch in batches.pending for sequence in batch.sequences[::2]]
+
+    rows = rows_in_order(seed=0)
     assert sorted(rows[:12]) == sorted(rows[12:]) == list(range(12)) and rows[:12] != rows[12:] != list(range(12))
-    assert data.steps_per_epoch == 3
-    other = humanline.Data(Config(loss="dpo", batch_size=4, steps=6, seed=1), groups, 64, None)
-    assert [one.row for batch in other.known(6, 0) for one in batch.sequences[::2]] != rows
+    assert rows_in_order(seed=1) != rows
 
 
-def test_batches_survive_a_checkpoint(tmp_path):
-    batch = humanline.make_batch(3, "kto", [unit for i in range(4) for unit in humanline.to_units("kto", Group(i, [i, 9], [[5, i]], [i % 2], True))], 0.25, 64)
-    for one in batch.sequences:
-        one.ref = torch.randn(2)
-    back = humanline.unpack_batches(humanline.pack_batches([batch, humanline.Batch(4, [], [], None)]))
-    assert [b.step for b in back] == [3, 4] and back[0].reward == 0.25 and back[1].reward is None
+def test_batches_come_in_order_whether_made_ahead_or_when_their_turn_comes():
+    groups = [Group(i, [i], [[1], [2]], [1.0, 0.0]) for i in range(12)]
+    ahead, in_turn = (Batches(Config(loss="dpo", batch_size=4, steps=6), groups, 64) for _ in range(2))
+    ahead.make_offline(5)
+    for step in range(1, 7):
+        batch = ahead.take(step)
+        assert batch == in_turn.take(step) and batch.step == step
+
+
+def test_batches_survive_a_checkpoint():
+    labelled = [Group(i, [i, 9], [[5, i]], [float(i % 2)], labelled=True) for i in range(4)]
+    batch = make_batch("kto", units("kto", *labelled), 0.25)
+    LOSSES["kto"].set_weights(batch.sequences, Config(desirable_weight=1 / 3))
+    for sequence in batch.sequences:
+        sequence.ref_logps = torch.randn(2)
+    batches = [batch, humanline.Batch(4, [], [], None)]
+    text = json.dumps([dataclasses.asdict(batch) for batch in batches], default=torch.Tensor.tolist)
+    back = [humanline.restore_batch(saved) for saved in json.loads(text)]
+    assert back[1] == batches[1] and (back[0].step, back[0].reward) == (1, 0.25) and len(back[0].mismatched) == 4
     for a, b in zip(batch.sequences + batch.mismatched, back[0].sequences + back[0].mismatched, strict=True):
-        assert (a.prompt, a.completion, a.signal, a.row) == (b.prompt, b.completion, b.signal, b.row)
-        assert (a.ref is None and b.ref is None) or torch.equal(a.ref, b.ref)
+        assert dataclasses.replace(a, ref_logps=None) == dataclasses.replace(b, ref_logps=None)
+        assert (a.ref_logps is None and b.ref_logps is None) or torch.equal(a.ref_logps, b.ref_logps)
+    assert any(sequence.weight == 1 / 3 for sequence in back[0].sequences)

@@ -6,10 +6,13 @@ import importlib.util
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import random
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from conftest import ROOT, metrics, rows_of, write_jsonl
 
 import eval as evaluation
 import humanline
-from eval import interval, length_controlled, pass_at_k, perceived_divergence, sign_flip_p
+from eval import capacity, interval, length_controlled, pass_at_k, perceived_divergence, sign_flip_p
 
 
 @pytest.fixture
@@ -68,7 +71,8 @@ def test_pass_at_k_refuses_what_cannot_be(n, c, k):
 
 
 def test_doctests():
-    assert doctest.testmod(evaluation).failed == 0
+    results = doctest.testmod(evaluation)
+    assert results.failed == 0 and results.attempted >= 3
 
 
 @pytest.mark.parametrize("samples, a, b", [(8, 0.5, 0.5), (8, 0.2, 1.8), (1, 9.0, 1.0)])
@@ -129,7 +133,7 @@ def test_length_control_leaves_alone_what_length_has_not_won():
 
 def test_the_divergence_is_zero_for_data_that_looks_as_people_see_the_model_and_bounds_their_error():
     chance, policy = np.random.default_rng(0), np.full(20, 1e6)
-    omega = np.diff(humanline.capacity(np.arange(21) / 20, 0.61))
+    omega = np.diff(capacity(np.arange(21) / 20, 0.61))
     assert perceived_divergence(policy, 1e8 * omega, 0.61) < 1e-6
     for _ in range(200):
         q, v = chance.dirichlet(np.ones(20)), chance.uniform(-1, 1, 20)
@@ -277,8 +281,9 @@ def test_alpaca_evals_files_are_read_and_written_as_it_has_them(ask, tiny, judge
 def test_an_alpaca_row_is_a_prompt_with_a_desirable_completion():
     read = lambda **fields: humanline.read_row(fields, "row 1", humanline.Config())
     row = read(instruction="Add 1 and 2.", output="3")
-    assert (row.prompt[0]["content"], row.completions, row.scores, row.labelled) == ("Add 1 and 2.", ["3"], [1.0], True)
-    assert read(instruction="Add.", output="3", label=False).scores == [0.0]
+    assert row.prompt[0]["content"] == "Add 1 and 2."
+    assert (row.completions, row.rewards, row.labelled) == (["3"], [1.0], True)
+    assert read(instruction="Add.", output="3", label=False).rewards == [0.0]
 
 
 # data.
@@ -532,7 +537,11 @@ def test_every_experiment_asks_for_its_runs_before_it_knows_them_and_for_flags_t
     wanted = list(runs.wanted)
     assert wanted and all(flags.count("--lr ") == 1 and flags.count("--loss ") == 1 for flags in wanted)
     for flags in wanted:
-        assert humanline.parse_config(flags.split()).seed in (1, 2, 3)
+        config = humanline.parse_config(flags.split())
+        assert config.seed in (1, 2, 3)
+        is_long = config.model == "embedded:long"
+        assert config.eval_data == ("embedded:long-test" if is_long else "embedded:test")
+        assert config.max_new_tokens == humanline.RECIPES["long" if is_long else "base"].max_new_tokens
     known = Pretend(dict.fromkeys(wanted, 0))
     assert all(isinstance(line, str) and "nan" not in line for line in experiment(pretended(known)))
 
@@ -563,14 +572,38 @@ def test_reproduce_trains_once_and_then_reads_its_cache(ask, tiny, data_files, t
     monkeypatch.setattr(evaluation, "sources_of", lambda *_: [])
     evaluation.gap.__doc__ = evaluation.EXPERIMENTS["gap"].__doc__ = "The gap."
     first = ask("reproduce --only gap --seeds 1 --jobs 1")
-    assert (tmp_path / "evals" / "reproduce.md").exists() and len(list((tmp_path / "key" / "runs").glob("*.json"))) == 1
+    assert (tmp_path / "evals" / "reproduce.md").exists() and len(list((tmp_path / "key").glob("runs-*/*.json"))) == 1
     monkeypatch.setattr(evaluation, "ProcessPoolExecutor", lambda *_: pytest.fail("trained again"))
     second = ask("reproduce --only gap --seeds 1 --jobs 1")
     assert first.split("report:")[0] == second.split("report:")[0]
-    base = humanline.EMBEDDED["seed"]
     alone = evaluation.train_once(f"{flags} --seed 1", tmp_path)  # in a process of its own or not, the same
-    assert humanline.EMBEDDED["seed"] == base != 1
-    assert alone["metrics"] == evaluation.train_once(f"{flags} --seed 1", tmp_path / "key" / "runs")["metrics"]
+    cache = next((tmp_path / "key").glob("runs-*"))
+    assert alone["metrics"] == evaluation.train_once(f"{flags} --seed 1", cache)["metrics"]
+
+
+@pytest.mark.parametrize("before", [None, "5"])
+def test_another_base_is_used_for_a_while_only(monkeypatch, before):
+    monkeypatch.setenv("HUMANLINE_BASE", before) if before else monkeypatch.delenv("HUMANLINE_BASE", raising=False)
+    rows = humanline.RECIPES["long"].rows()
+    with pytest.raises(RuntimeError), evaluation.base_of(7):
+        assert humanline.embedded_seed() == 7 and humanline.RECIPES["long"].rows() != rows
+        raise RuntimeError
+    assert os.environ.get("HUMANLINE_BASE") == before and humanline.RECIPES["long"].rows() == rows
+
+
+def test_a_process_that_trains_knows_the_data_of_every_experiment(tmp_path):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), evaluation.start_worker) as pool:
+        pool.submit(evaluation.prepare, 3, ["embedded:long-test"], tmp_path, False).result()
+    with evaluation.base_of(3):
+        path = humanline.embedded("embedded:long-test", "data")
+        assert read_lines(Path(path)) == humanline.RECIPES["long"].rows()[1]
+
+
+def test_other_recipes_have_other_results(monkeypatch):
+    key = evaluation.recipes_key()
+    assert key == evaluation.recipes_key()
+    monkeypatch.setitem(humanline.RECIPES, "long", dataclasses.replace(humanline.RECIPES["long"], version=2))
+    assert key != evaluation.recipes_key()
 
 
 def test_a_run_that_diverges_ends_with_nothing_right(tiny, data_files, tmp_path, monkeypatch):

@@ -13,24 +13,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, command, metrics, same_weights
+from conftest import ROOT, command, metrics, same_weights, timeless
 
 import humanline
 
 
-def timeless(folder: Path) -> list[dict]:
-    return [{key: value for key, value in line.items() if "seconds" not in key} for line in metrics(folder)]
-
-
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_moments_ends_in_the_same_weights_without_a_hand(tiny, data_files, tmp_path, kills):
-    flags = shlex.split(f"--model {tiny} --data {data_files['groups']} --steps 300 --batch-size 8 --lr 1e-3 --sync-k 7 --save-every 5 --resume latest")
+    flags = shlex.split(f"--model {tiny} --data {data_files['groups']} --steps 300 --batch-size 8 --lr 1e-3 --sync-k 7 "
+                        "--save-every 5 --resume latest")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert command(*flags, "--out", str(whole)).returncode == 0
     chance, environment = random.Random(kills), {**os.environ, "OMP_NUM_THREADS": "1"}
     for _ in range(kills):
-        process = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags, "--out", str(killed)], env=environment,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags, "--out", str(killed)],
+                                   env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         file = killed / "metrics.jsonl"
         written = lambda: file.stat().st_mtime_ns if file.exists() else 0
         before = written()
@@ -51,8 +48,8 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_weights_without_a_hand(
 def test_a_signal_ends_the_run_after_its_step_ready_to_go_on(run, data_files, tmp_path, monkeypatch, capsys, phase, number):
     flags = f"--sample-every 2 --sync-k 3 --steps 6 --save-every 1 --eval-every 2 --eval-data {data_files['prompts']}"
     whole = run(flags)
-    where, name = {"write": (humanline.Saver, "write"), "measure": (humanline.Sampler, "draw")}.get(phase, (humanline, phase))
-    real, calls = getattr(where, name), itertools.count(1)
+    where = {"write": humanline.Saver, "measure": humanline.Run}.get(phase, humanline)
+    real, calls = getattr(where, phase), itertools.count(1)
 
     def signalled(*args, **kwargs):
         if next(calls) == 3:
@@ -61,7 +58,7 @@ def test_a_signal_ends_the_run_after_its_step_ready_to_go_on(run, data_files, tm
 
     out = str(tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr(where, name, signalled)
+        patch.setattr(where, phase, signalled)
         run(flags, out=out)
     saved = sorted((tmp_path / "out" / "checkpoint").iterdir())[-1]
     assert humanline.read_checkpoint(saved)["step"] == len(metrics(tmp_path / "out")) < 6
@@ -72,8 +69,9 @@ def test_a_signal_ends_the_run_after_its_step_ready_to_go_on(run, data_files, tm
 
 def test_a_stopped_command_exits_with_0_and_says_how_to_go_on(tiny, data_files, tmp_path):
     out = tmp_path / "out"
-    process = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), "--model", tiny, "--data", data_files["groups"], "--steps", "100000",
-                                "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    flags = ["--model", tiny, "--data", data_files["groups"], "--steps", "100000", "--out", str(out)]
+    process = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
     while not ((out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size):
         assert process.poll() is None
         time.sleep(0.01)
@@ -134,7 +132,8 @@ def test_no_pickle_is_ever_read_from_disk(run, monkeypatch):
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tiny, data_files, tmp_path):
     out = tmp_path / "out"
     flags = f"--model {tiny} --data {data_files['groups']} --steps 4 --save-every 1 --out {out} --resume latest"
-    limited = subprocess.run(["bash", "-c", f"ulimit -f 40; exec {sys.executable} {ROOT / 'humanline.py'} {flags}"], capture_output=True, text=True)
+    line = f"ulimit -f 40; exec {sys.executable} {ROOT / 'humanline.py'} {flags}"
+    limited = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert limited.returncode == 1 and len(metrics(out)) == 4, limited.stderr
     warnings = [line for line in limited.stderr.splitlines() if "could not write a checkpoint" in line]
     assert len(warnings) == 4 and limited.stderr.splitlines()[-1].startswith("humanline.py: stopped: ")
@@ -144,8 +143,9 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tiny, data_files, tmp_
 
 
 def test_two_runs_on_one_folder_at_once_are_one_and_a_refusal(run, tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", f"import fcntl, os, time; f = os.open({str(tmp_path)!r}, os.O_RDONLY); "
-                               "fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"], stdout=subprocess.PIPE)
+    hold = (f"import fcntl, os, time; f = os.open({str(tmp_path)!r}, os.O_RDONLY); fcntl.flock(f, fcntl.LOCK_EX); "
+            "print(flush=True); time.sleep(60)")
+    holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
     holder.stdout.readline()
     with pytest.raises(humanline.UserError, match="another process is training into it"):
         run("", out=str(tmp_path))

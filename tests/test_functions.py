@@ -1,7 +1,9 @@
 """The pure functions of humanline.py against formulas written out here: perception, objectives, log-probs."""
 
 import doctest
+import inspect
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ from hypothesis.extra.numpy import arrays
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import eval as eval_module
 import humanline
-from humanline import (capacity, dpo_loss, group_advantages, grpo_loss, humanline_clip, humanline_rejected,
-                       humanline_sample, kto_loss, token_kl, token_logps)
+from eval import capacity
+from humanline import (dpo_loss, group_advantages, grpo_loss, humanline_clip, humanline_rejected, humanline_sample,
+                       kto_loss, token_kl, token_logps)
 
 settings.register_profile("functions", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("functions")
@@ -24,13 +28,13 @@ nats = st.floats(-4, 4, allow_subnormal=False)
 rows_of_nats = arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 6)), elements=nats)
 
 
-def assert_close(found, expected, dtype=np.float64, floor=1e-2):
+def assert_close(value, expected, dtype=np.float64, floor=1e-2):
     """Relative error <= 1e-9 in float64 (so that no float32 step goes unseen), <= 1e-4 in float32, at every element.
 
     Elements below `floor` times the largest one are measured against that instead.
     """
     expected, tolerance = np.asarray(expected), {np.float64: 1e-9, np.float32: 1e-4}[dtype]
-    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * floor * abs(expected).max(initial=0))
+    np.testing.assert_allclose(value, expected, rtol=tolerance, atol=tolerance * floor * abs(expected).max(initial=0))
 
 
 def differentiate(function, *inputs, upstream=1.0):
@@ -59,8 +63,9 @@ def seeded(seed):
 
 
 def test_the_examples_in_the_docstrings_are_true():
-    results = doctest.testmod(humanline)
-    assert results.attempted >= 4 and results.failed == 0
+    for module, least in ((humanline, 3), (eval_module, 1)):
+        results = doctest.testmod(module)
+        assert results.attempted >= least and results.failed == 0
 
 
 def test_the_defaults_are_the_papers_and_the_authors():
@@ -112,8 +117,8 @@ def test_capacity_is_an_inverted_s_from_0_to_1(gamma):
 @each_dtype
 def test_clipping_equals_the_formula(dtype):
     d = np.random.default_rng(0).normal(0, 2, (6, 7)).astype(dtype)
-    found, grad = differentiate(lambda x: humanline_clip(x, -1.0, 2.5), d, upstream=3.0)
-    assert_close(found, np.minimum(np.maximum(d.astype(float), -1.0), 2.5), dtype)
+    value, grad = differentiate(lambda x: humanline_clip(x, -1.0, 2.5), d, upstream=3.0)
+    assert_close(value, np.minimum(np.maximum(d.astype(float), -1.0), 2.5), dtype)
     assert_close(grad, 3.0 * ((d > -1.0) & (d < 2.5)), dtype)
 
 
@@ -164,18 +169,18 @@ def test_each_token_is_kept_with_the_probability_that_the_betas_give(gamma_p, be
     levels, count = np.array([-1.2, -0.3, 0.0, 0.4, 0.9]), 20_000
     d = torch.tensor(levels)[:, None].expand(-1, count)
     rejected = humanline_rejected(d, torch.ones_like(d), gamma_p, gamma_r, beta_p, beta_r, seeded(0)).double()
-    for level, found in zip(levels, 1 - rejected.mean(1)):
+    for level, value in zip(levels, 1 - rejected.mean(1)):
         expected = (at_most(math.exp(level - levels.max()), gamma_p, beta_p)
                     * at_most(math.exp(levels.min() - level), gamma_r, beta_r))
-        assert abs(found - expected) <= 5 * math.sqrt(expected * (1 - expected) / count) + 1e-9
+        assert abs(value - expected) <= 5 * math.sqrt(expected * (1 - expected) / count) + 1e-9
 
 
 @each_dtype
 def test_sampling_keeps_every_value_and_passes_gradient_at_kept_tokens_only(dtype):
     d, mask = ragged((8, 40), dtype, scale=1.5)
     rejected = humanline_rejected(torch.tensor(d), torch.tensor(mask), generator=seeded(3)).numpy()
-    found, grad = differentiate(lambda x: humanline_sample(x, torch.tensor(mask), generator=seeded(3)), d, upstream=2.0)
-    assert (found == d).all()
+    value, grad = differentiate(lambda x: humanline_sample(x, torch.tensor(mask), generator=seeded(3)), d, upstream=2.0)
+    assert (value == d).all()
     assert (grad == 2.0 * ~rejected).all()
     assert 0 < rejected.sum() < mask.sum() and not rejected[~mask].any()
 
@@ -184,8 +189,8 @@ def test_sampling_keeps_every_value_and_passes_gradient_at_kept_tokens_only(dtyp
 def test_a_masked_position_neither_counts_nor_is_rejected_whatever_it_holds(huge):
     d, mask = map(torch.tensor, ragged((6, 30), np.float32, scale=1.5))
     expected = humanline_rejected(d, mask, gamma_r=0.5, generator=seeded(0))
-    found = humanline_rejected(d.masked_fill(~mask, huge), mask, gamma_r=0.5, generator=seeded(0))
-    assert torch.equal(found, expected) and expected.any() and not found[~mask].any()
+    value = humanline_rejected(d.masked_fill(~mask, huge), mask, gamma_r=0.5, generator=seeded(0))
+    assert torch.equal(value, expected) and expected.any() and not value[~mask].any()
 
 
 def test_without_a_completion_token_nothing_is_rejected():
@@ -260,8 +265,8 @@ def test_kto_equals_the_formula_for_mixed_and_for_one_sided_batches(desirable, d
         loss.append(weights[good] * (1 - sigmoid(away)))
         slope.append(-u * weights[good] * beta * (1 if good else -1) * sigmoid(away) * (1 - sigmoid(away)))
     kto = lambda x: kto_loss(x, torch.tensor(desirable), kl, beta, desirable_weight=1.3, undesirable_weight=0.7)
-    found, grad = differentiate(kto, d, upstream=upstream)
-    assert_close(found, loss, dtype)
+    value, grad = differentiate(kto, d, upstream=upstream)
+    assert_close(value, loss, dtype)
     assert_close(grad, np.repeat(slope, 6).reshape(5, 6), dtype)
     summed, d_sum = differentiate(kto, d.sum(1), upstream=upstream)
     assert_close(summed, loss, dtype)
@@ -284,13 +289,13 @@ def test_advantages_equal_the_formula_for_interleaved_groups(dtype):
     rng = np.random.default_rng(0)
     rewards, ids = rng.normal(1, 2, 24).astype(dtype), rng.permutation(np.repeat([7, -1, 40, 3], [3, 6, 10, 5]))
     expected = []
-    for reward, own in zip(rewards.astype(float), ids):
-        group = [float(r) for r, i in zip(rewards, ids) if i == own]
+    for reward, group_id in zip(rewards.astype(float), ids):
+        group = [float(r) for r, i in zip(rewards, ids) if i == group_id]
         mean = sum(group) / len(group)
         expected.append((reward - mean) / (math.sqrt(sum((r - mean) ** 2 for r in group) / len(group)) + 0.01))
-    found = group_advantages(torch.tensor(rewards), torch.tensor(ids))
-    assert found.numpy().dtype == dtype
-    assert_close(found, expected, dtype)
+    value = group_advantages(torch.tensor(rewards), torch.tensor(ids))
+    assert value.numpy().dtype == dtype
+    assert_close(value, expected, dtype)
 
 
 groups = st.lists(st.tuples(st.integers(0, 3), st.integers(-10, 10)), min_size=1, max_size=20)
@@ -300,9 +305,10 @@ groups = st.lists(st.tuples(st.integers(0, 3), st.integers(-10, 10)), min_size=1
 def test_advantages_are_zero_mean_in_each_group_and_zero_without_a_difference(pairs):
     ids, rewards = torch.tensor(pairs).T
     advantages = group_advantages(rewards.double(), ids)
-    for own in ids.unique():
-        assert abs(advantages[ids == own].sum()) < 1e-9
-        assert (advantages[ids == own] != 0).any() == (rewards[ids == own].unique().numel() > 1)
+    for group_id in ids.unique():
+        here = ids == group_id
+        assert abs(advantages[here].sum()) < 1e-9
+        assert (advantages[here] != 0).any() == (rewards[here].unique().numel() > 1)
     assert (advantages.diff().sign() == rewards.diff().sign())[ids.diff() == 0].all()  # in the order of the rewards
 
 
@@ -332,8 +338,8 @@ def test_grpo_equals_the_formula(epsilon, kl_beta, dtype):
         d_perceived[i, t] = 0 if stopped else -upstream[i, t] * a * ratio
         d_raw[i, t] = upstream[i, t] * kl_beta * (1 - math.exp(-raw))
     grpo = lambda x, y: grpo_loss(x, y, torch.tensor(advantages), epsilon, kl_beta)
-    for found, expected in zip(differentiate(grpo, d, perceived, upstream=upstream), (loss, d_raw, d_perceived)):
-        assert_close(found, expected, dtype)
+    for value, expected in zip(differentiate(grpo, d, perceived, upstream=upstream), (loss, d_raw, d_perceived)):
+        assert_close(value, expected, dtype)
 
 
 def test_grpo_at_a_ratio_of_1_is_minus_the_advantage_with_its_full_gradient():
@@ -359,10 +365,10 @@ def test_grpo_with_humanline_clips_twice_and_its_kl_sees_the_raw_log_ratio():
 @each_dtype
 def test_token_kl_equals_the_formula_and_is_never_negative(dtype):
     d = np.array([-3, -1, -0.1, 0, 0.1, 1, 3, 10]).astype(dtype)
-    found, grad = differentiate(token_kl, d)
-    assert_close(found, np.exp(-d.astype(float)) + d - 1, dtype)
+    value, grad = differentiate(token_kl, d)
+    assert_close(value, np.exp(-d.astype(float)) + d - 1, dtype)
     assert_close(grad, 1 - np.exp(-d.astype(float)), dtype)
-    assert found[3] == grad[3] == 0 and (found >= 0).all()
+    assert value[3] == grad[3] == 0 and (value >= 0).all()
 
 
 # --- All losses -------------------------------------------------------------------------------------------------------
@@ -390,6 +396,65 @@ def test_padding_changes_no_loss_and_no_gradient(d, width, kl_beta):
         (value, grad), (padded_value, padded_grad) = differentiate(loss, d), differentiate(loss, padded)
         assert_close(padded_value, value)
         assert_close(padded_grad[:, :t], grad)
+
+
+# --- Pasting ----------------------------------------------------------------------------------------------------------
+
+
+def pasted(name: str) -> dict:
+    """A file that holds three imports, the source of a function, and what its docstring says to paste with it."""
+    sentence = re.search(r"Paste with ([^.]*)\.", getattr(humanline, name).__doc__)
+    names = [name, *(re.findall(r"`(\w+)`", sentence[1]) if sentence else [])]
+    file = dict(torch=torch, F=torch.nn.functional, Tensor=torch.Tensor)
+    exec("\n\n".join(inspect.getsource(getattr(humanline, name)) for name in names), file)
+    assert all(file[name] is not getattr(humanline, name) for name in names)
+    return file
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
+
+
+# name: what it is called with, each time; together they reach every line of it
+PASTED = {
+    "humanline_clip": lambda: [(normal(0, 4, 9),)],
+    "humanline_rejected": lambda: [(normal(0, 4, 9), torch.zeros(4, 9)),
+                                   (normal(0, 4, 9), normal(1, 4, 9) > -1, 0.5, 0.1, 1.0, 1.0, seeded(2))],
+    "humanline_sample": lambda: [(normal(0, 4, 9), normal(1, 4, 9) > -1, 0.5, 0.1, 1.0, 1.0, seeded(2))],
+    "sum_tokens": lambda: [(normal(0, 4, 9),), (normal(0, 4),)],
+    "dpo_loss": lambda: [(normal(0, 4, 9), normal(1, 4, 7)), (normal(0, 4), normal(1, 4), 0.7)],
+    "kto_loss": lambda: [(normal(0, 4, 9), normal(1, 4) > 0, torch.tensor(0.3), 0.5, 1.5, 0.7),
+                         (normal(0, 4), normal(1, 4) > 0, 0.3)],
+    "group_advantages": lambda: [(normal(0, 8), torch.tensor([3, 1, 3, 3, 1, 5, 1, 3]))],
+    "grpo_loss": lambda: [(normal(0, 4, 9), normal(1, 4, 9), normal(2, 4)),
+                          (normal(0, 4, 9), normal(1, 4, 9), normal(2, 4), 0.3, 0.1)],
+    "token_kl": lambda: [(normal(0, 4, 9),)],
+    "token_logps": lambda: [(*parameters()[:2], LABELS), (*parameters()[:2], LABELS, parameters()[2], 2.0, 5)],
+}
+
+
+@pytest.mark.parametrize("name", PASTED)
+def test_a_function_pasted_with_what_its_docstring_names_does_the_same_elsewhere(name):
+    def value_and_gradients(function, arguments):
+        leaves = [x.requires_grad_() for x in arguments if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        value = function(*arguments)
+        if not value.requires_grad:  # booleans
+            return [value]
+        upstream = torch.linspace(0.5, 2, value.numel(), dtype=value.dtype).view_as(value)
+        return [value, *torch.autograd.grad(value, leaves, upstream, allow_unused=True, materialize_grads=True)]
+
+    # The arguments are made twice, as a generator moves on.
+    for ours, theirs in zip(PASTED[name](), PASTED[name](), strict=True):
+        expected = value_and_gradients(getattr(humanline, name), ours)
+        results = value_and_gradients(pasted(name)[name], theirs)
+        torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)  # NaN: the slope of √0
+        assert len(results) > 1 or name == "humanline_rejected"
+
+
+def test_every_public_function_of_tensors_can_be_pasted():
+    """Those of the two sections above the loop that the file's head calls pure, and `token_logps`."""
+    section = inspect.getsource(humanline).split("# ---------- Perception")[1].split("# What a loss trains on")[0]
+    assert {*re.findall(r"^def (\w+)", section, re.MULTILINE), "token_logps"} == PASTED.keys()
 
 
 # --- token_logps ------------------------------------------------------------------------------------------------------
@@ -423,24 +488,24 @@ def parameters(dtype=torch.float64):
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_token_logps_and_their_gradients_equal_those_of_full_logits(with_bias, softcap, chunk_size, dtype):
     inputs = parameters(dtype)[: 3 if with_bias else 2]
-    found = token_logps(*inputs[:2], LABELS, *inputs[2:], softcap=softcap, chunk_size=chunk_size)
-    grads = torch.autograd.grad(found, inputs, UPSTREAM.to(dtype))
+    value = token_logps(*inputs[:2], LABELS, *inputs[2:], softcap=softcap, chunk_size=chunk_size)
+    grads = torch.autograd.grad(value, inputs, UPSTREAM.to(dtype))
     exact = [x.detach().double().requires_grad_() for x in inputs]
     expected = full_logps(*exact[:2], LABELS, *exact[2:], softcap=softcap)
     expected_grads = torch.autograd.grad(expected, exact, UPSTREAM)
-    assert found.dtype == dtype and (found[~KEPT] == 0).all() and (found[KEPT] < 0).all()
-    for one, other in zip([found.detach(), *grads], [expected.detach(), *expected_grads]):
-        assert_close(one, other.numpy(), np.float64 if dtype == torch.float64 else np.float32)
+    assert value.dtype == dtype and (value[~KEPT] == 0).all() and (value[KEPT] < 0).all()
+    for first, second in zip([value.detach(), *grads], [expected.detach(), *expected_grads]):
+        assert_close(first, second.numpy(), np.float64 if dtype == torch.float64 else np.float32)
 
 
 def test_tied_weights_gather_the_gradients_of_both_uses():
     tokens = torch.randint(V, (N, T), generator=seeded(9))
-    found, expected = [], []
-    for logps, grads in ((lambda *x: token_logps(*x, chunk_size=4), found), (full_logps, expected)):
+    grads = []
+    for logps in (lambda *x: token_logps(*x, chunk_size=4), full_logps):
         embedding = parameters()[1]
         loss = (logps(embedding[tokens].tanh(), embedding, LABELS) * UPSTREAM).sum()
         grads.append(torch.autograd.grad(loss, embedding)[0])
-    assert_close(found[0], expected[0].numpy())
+    assert_close(grads[0], grads[1].numpy())
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -453,15 +518,15 @@ def test_token_logps_pass_gradcheck_whatever_is_frozen(frozen, softcap):
 
 def test_a_second_backward_pass_finds_the_same_gradients():
     inputs = parameters()
-    found = token_logps(*inputs[:2], LABELS, inputs[2], softcap=2.0, chunk_size=5)
-    first, second = (torch.autograd.grad(found, inputs, UPSTREAM, retain_graph=True) for _ in range(2))
-    assert all((one == other).all() for one, other in zip(first, second))
+    value = token_logps(*inputs[:2], LABELS, inputs[2], softcap=2.0, chunk_size=5)
+    first, second = (torch.autograd.grad(value, inputs, UPSTREAM, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
 def test_without_labels_all_logps_are_zero():
     hidden, weight, bias = parameters(torch.float32)
-    found = token_logps(hidden, weight, torch.full((N, T), -100), bias)
-    assert found.shape == (N, T) and found.dtype == torch.float32 and (found == 0).all()
+    value = token_logps(hidden, weight, torch.full((N, T), -100), bias)
+    assert value.shape == (N, T) and value.dtype == torch.float32 and (value == 0).all()
 
 
 def test_ignored_positions_get_no_gradient_and_may_hold_anything():
@@ -470,20 +535,20 @@ def test_ignored_positions_get_no_gradient_and_may_hold_anything():
     logps = lambda h, w: token_logps(h, w, LABELS, chunk_size=4)
     clean, dirty = (differentiate(logps, x, weight) for x in (hidden, poisoned))
     assert (dirty[1][~KEPT] == 0).all()
-    assert all((one == other).all() for one, other in zip(clean, dirty))
+    assert all((a == b).all() for a, b in zip(clean, dirty))
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_token_logps_take_float32_weights_under_bfloat16_autocast(with_bias):
     inputs = parameters(torch.float32)[: 3 if with_bias else 2]
     with torch.autocast("cpu", torch.bfloat16):
-        found = token_logps(*inputs[:2], LABELS, *inputs[2:], chunk_size=4)
+        value = token_logps(*inputs[:2], LABELS, *inputs[2:], chunk_size=4)
     expected = full_logps(*inputs[:2], LABELS, *inputs[2:])
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
-    for one, other in zip(torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
-        assert one.dtype == torch.float32
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, expected, rtol=0.03, atol=0.03)
+    for first, second in zip(torch.autograd.grad(value.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
+        assert first.dtype == torch.float32
+        torch.testing.assert_close(first, second, rtol=0.05, atol=0.05)
 
 
 class LargestOutput(TorchDispatchMode):

@@ -161,9 +161,9 @@ def some_sequences(policy, count: int = 5) -> list[Sequence]:
 
 def full_logits_logps(policy, one: Sequence) -> torch.Tensor:
     """What transformers itself says of a completion's tokens, alone in its batch, without padding."""
-    ids = torch.tensor([one.prompt + one.completion])
+    ids = torch.tensor([sequence.prompt + sequence.completion])
     logps = policy(input_ids=ids).logits.log_softmax(-1)
-    return logps[0, len(one.prompt) - 1 : -1].gather(1, ids[0, len(one.prompt) :, None])[:, 0]
+    return logps[0, len(sequence.prompt) - 1 : -1].gather(1, ids[0, len(sequence.prompt) :, None])[:, 0]
 
 
 # Log-probs.
@@ -179,13 +179,13 @@ def test_log_probs_and_their_gradients_are_those_of_the_models_full_logits(folde
     assert (policy.get_input_embeddings().weight is policy.get_output_embeddings().weight) == tied
     sequences = some_sequences(policy)
     logps, mask = humanline.log_probs(policy, sequences)
-    expected = [full_logits_logps(policy, one) for one in sequences]
-    for ours, theirs in zip(humanline.of_completions(logps, sequences), expected, strict=True):
+    expected = [full_logits_logps(policy, one) for sequence in sequences]
+    for ours, theirs in zip(humanline.completion_parts(logps, sequences), expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
-    assert mask.sum() == sum(len(one.completion) for one in sequences) and not logps[~mask].any()
+    assert mask.sum() == sum(len(sequence.completion) for sequence in sequences) and not logps[~mask].any()
 
     weights = torch.randn(int(mask.sum()), generator=torch.Generator().manual_seed(2))
-    ours = torch.autograd.grad((torch.cat(humanline.of_completions(logps, sequences)) * weights).sum(), list(policy.parameters()))
+    ours = torch.autograd.grad((torch.cat(humanline.completion_parts(logps, sequences)) * weights).sum(), list(policy.parameters()))
     theirs = torch.autograd.grad((torch.cat(expected) * weights).sum(), list(policy.parameters()))
     for (name, _), a, b in zip(policy.named_parameters(), ours, theirs, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(b.abs().max()))), name
@@ -194,10 +194,10 @@ def test_log_probs_and_their_gradients_are_those_of_the_models_full_logits(folde
 def test_gemmas_log_probs_are_those_of_the_capped_logits(folder):
     policy, _, _ = load(folder("gemma2"))
     one = some_sequences(policy)[0]
-    ours = humanline.log_probs(policy, [one])[0]
-    assert policy(input_ids=torch.tensor([one.prompt + one.completion])).logits.abs().max() <= 2.0
+    ours = humanline.log_probs(policy, [sequence])[0]
+    assert policy(input_ids=torch.tensor([sequence.prompt + sequence.completion])).logits.abs().max() <= 2.0
     policy.config.final_logit_softcapping = None
-    uncapped = humanline.log_probs(policy, [one])[0]
+    uncapped = humanline.log_probs(policy, [sequence])[0]
     assert (ours - uncapped).abs().max() > 0.1
 
 
@@ -245,7 +245,7 @@ def with_shared_prompts(policy, config) -> list[Sequence]:
     ids = lambda length: torch.randint(policy.config.vocab_size, (length,), generator=generator).tolist()
     groups = [(ids(number(1, 30)), [ids(number(1, 15)) for _ in range(number(1, 6))]) for _ in range(6)]
     sequences = [Sequence(prompt, completion) for prompt, completions in [*groups, ([7], [ids(9), ids(3)])] for completion in completions]
-    humanline.units_of(sequences, 100, config)
+    humanline.inseparable(sequences, 100, config)
     return sequences
 
 
@@ -257,10 +257,10 @@ def test_completions_behind_one_copy_of_their_prompt_have_the_log_probs_and_grad
     # Root-mean-square norms compute in float32 whatever the weights; GPT-2's do not.
     tolerance = 1e-10 if (family, dtype) == ("gpt2", torch.float64) else 1e-5
     sequences, found = with_shared_prompts(policy, config), []
-    assert len(humanline.rows_of(sequences)) < len(sequences) - 10
-    for shares in ([one.shares for one in sequences], [False] * len(sequences)):
+    assert len(humanline.forward_rows(sequences)) < len(sequences) - 10
+    for shares in ([sequence.shares_prompt for sequence in sequences], [False] * len(sequences)):
         for one, own in zip(sequences, shares):
-            one.shares = own
+            sequence.shares_prompt = own
         logps, mask = humanline.log_probs(policy, sequences)
         weights = torch.randn(logps.shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
         found.append((logps, mask, torch.autograd.grad((logps * weights).sum(), list(policy.parameters()))))
@@ -275,7 +275,7 @@ def test_completions_behind_one_copy_of_their_prompt_have_the_log_probs_and_grad
     ("gemma2", {}), ("llama", dict(attn="eager")), ("llama", dict(share_prompts=False))], ids=["windowed", "eager", "off"])
 def test_prompts_are_not_shared_where_the_model_does_not_allow_it(folder, family, settings):
     policy, _, config = load(folder(family), **settings)
-    assert not config.share_prompts and not any(one.shares for one in with_shared_prompts(policy, config))
+    assert not config.share_prompts and not any(sequence.shares_prompt for sequence in with_shared_prompts(policy, config))
 
 
 @pytest.mark.parametrize("config_class, own, allows", [
@@ -468,8 +468,8 @@ def check_run(out: Path, steps: int) -> None:
     lines = metrics(out)
     assert [line["step"] for line in lines] == list(range(1, steps + 1)) and all(abs(line["loss"]) < 100 for line in lines)
     policy, _, _ = load(str(out / "final"))
-    for one in some_sequences(policy, 3):
-        ours = humanline.of_completions(humanline.log_probs(policy, [one])[0], [one])[0]
+    for sequence in some_sequences(policy, 3):
+        ours = humanline.completion_parts(humanline.log_probs(policy, [sequence])[0], [sequence])[0]
         assert torch.allclose(ours, full_logits_logps(policy, one), rtol=0, atol=1e-5)
 
 

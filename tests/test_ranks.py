@@ -1,5 +1,6 @@
 """Many ranks: real processes started by torchrun, against one process."""
 
+import itertools
 import json
 import os
 import shlex
@@ -25,44 +26,47 @@ for flags in json.load(open(sys.argv[1])):
     humanline.train(humanline.parse_config(flags))
 torch.distributed.destroy_process_group()
 """
-SOURCES = {"offline": "", "drawn": "--sample-every 4 --sample-tokens 128", "baseline": "--no-humanline --sample-every 4 --sample-tokens 128"}
-CASES = [(loss, source, how) for loss in ("grpo", "dpo", "kto") for source in ("offline", "drawn") for how in ("ddp", "fsdp")]
+DRAWN = "--sample-every 4 --sample-tokens 128"
+SOURCES = {"offline": "", "drawn": DRAWN, "baseline": f"--no-humanline {DRAWN}"}
+CASES = list(itertools.product(("grpo", "dpo", "kto"), ("offline", "drawn"), ("ddp", "fsdp")))
 CASES += [("grpo", "baseline", "ddp"), ("grpo", "baseline", "fsdp")]
 
 
 def flags_of(tiny, data_files, varied, loss: str, source: str, more: str = "") -> list[str]:
     # With this seed no token lies so near the clip's end that rounding decides whether it passes a gradient.
-    return shlex.split(f"--model {tiny} --data {data_files['groups']} --loss {loss} --steps 20 --batch-size 7 --lr 1e-3 --max-new-tokens 4 --seed 1 "
-                       f"--group-size 4 --sync-k 3 --microbatch-tokens 200 --reward {varied} {SOURCES[source]} {more}")
+    return shlex.split(f"--model {tiny} --data {data_files['groups']} --loss {loss} --steps 20 --batch-size 7 --lr 1e-3 "
+                       f"--max-new-tokens 4 --seed 1 --group-size 4 --sync-k 3 --microbatch-tokens 200 "
+                       f"--reward {varied} {SOURCES[source]} {more}")
 
 
-def torchrun(script: Path | str, *args: str, ranks: int = 2, **more) -> subprocess.Popen:
+def torchrun(*args: Path | str) -> subprocess.Popen:
+    """torchrun ARGS, two ranks of one thread each."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script), *args],
-                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="module")
 def folders(tiny, data_files, varied, tmp_path_factory):
     """The folder of each case run by two ranks."""
     home = tmp_path_factory.mktemp("ranks")
-    found = {case: home / "-".join(case) for case in CASES}
+    folders = {case: home / "-".join(case) for case in CASES}
     runs = [[*flags_of(tiny, data_files, varied, loss, source, "--shard" if how == "fsdp" else ""), "--out", str(folder)]
-            for (loss, source, how), folder in found.items()]
+            for (loss, source, how), folder in folders.items()]
     (home / "driver.py").write_text(DRIVER)
     (home / "runs.json").write_text(json.dumps(runs))
-    process = torchrun(home / "driver.py", str(home / "runs.json"))
+    process = torchrun(home / "driver.py", home / "runs.json")
     _, error = process.communicate(timeout=300)
     assert process.returncode == 0, error[-3000:]
-    return found
+    return folders
 
 
-def agree(one: Path, two: Path, tolerance: float = 1e-5) -> None:
-    """Losses and weights equal, relative to their size (a GRPO loss passes through zero, so a loss is held against 0.1 at least)."""
-    for a, b in zip(metrics(one), metrics(two), strict=True):
+def agree(expected: Path, folder: Path, tolerance: float = 1e-5) -> None:
+    """Losses and weights equal, relative to their size (a GRPO loss passes through zero, so 0.1 is the least size)."""
+    for a, b in zip(metrics(expected), metrics(folder), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=tolerance, abs=0.1 * tolerance), a["step"]
         assert a["tokens"] == b["tokens"] and a["reward"] == pytest.approx(b["reward"])
-    first, second = (load_file(folder / "final" / "model.safetensors") for folder in (one, two))
+    first, second = (load_file(run / "final" / "model.safetensors") for run in (expected, folder))
     assert first.keys() == second.keys()
     for name in first:
         assert (first[name] - second[name]).norm() <= tolerance * first[name].norm(), name
@@ -76,10 +80,12 @@ def test_two_ranks_do_what_one_process_does(tiny, data_files, varied, folders, r
 
 
 def test_a_rank_without_a_pair_neither_hangs_nor_biases(tiny, data_files, varied, tmp_path, run):
-    flags = [flags_of(tiny, data_files, varied, "dpo", "offline", f"--batch-size 1 --steps 4 {how}") for how in ("", "--shard")]
+    small = "--batch-size 1 --steps 4"
+    flags = [flags_of(tiny, data_files, varied, "dpo", "offline", f"{small} {how}") for how in ("", "--shard")]
+    runs = [[*run_flags, "--out", str(tmp_path / str(i))] for i, run_flags in enumerate(flags)]
     (tmp_path / "driver.py").write_text(DRIVER)
-    (tmp_path / "runs.json").write_text(json.dumps([[*own, "--out", str(tmp_path / str(i))] for i, own in enumerate(flags)]))
-    process = torchrun(tmp_path / "driver.py", str(tmp_path / "runs.json"))
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    process = torchrun(tmp_path / "driver.py", tmp_path / "runs.json")
     _, error = process.communicate(timeout=120)
     assert process.returncode == 0, error[-3000:]
     alone = run("", flags=flags[0])
@@ -92,7 +98,7 @@ def test_a_stopped_run_of_two_ranks_goes_on_with_one(tiny, data_files, varied, t
     flags = flags_of(tiny, data_files, varied, "dpo", "offline")
     whole = run("", flags=flags)
     out = tmp_path / "out"
-    process = torchrun(ROOT / "humanline.py", *flags, "--out", str(out))
+    process = torchrun(ROOT / "humanline.py", *flags, "--out", out)
     wait_for(out / "metrics.jsonl", process)
     process.send_signal(signal.SIGTERM)
     output, error = process.communicate(timeout=60)
@@ -105,9 +111,7 @@ def test_torchrun_starts_a_killed_rank_again_and_the_run_ends_by_itself(tiny, da
     flags = flags_of(tiny, data_files, varied, "kto", "offline", "--save-every 1")
     whole = run("", flags=flags)
     out = tmp_path / "out"
-    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=2",
-                                str(ROOT / "humanline.py"), *flags, "--out", str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"},
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = torchrun("--max-restarts=2", ROOT / "humanline.py", *flags, "--out", out)
     wait_for(out / "metrics.jsonl", process)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(ranks[-1]), signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Rewards: which answers are right, whose scores they are, and that nothing which goes wrong with one stops a run."""
 
 import dataclasses
-import inspect
+import importlib.util
 import json
 import os
 import random
@@ -21,11 +21,23 @@ import humanline
 from humanline import Config, UserError
 
 DATA = ROOT.parent / "shared" / "data"
+MATH_FILE = ROOT / "configs" / "math_reward.py"
 PROMPT = [{"role": "user", "content": "1+1="}]
+spec = importlib.util.spec_from_file_location("math_reward", MATH_FILE)
+math_reward = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(math_reward)
 
 
-def load(reward: str, **settings):
-    return humanline.load_reward(Config(reward=reward, **settings), torch.device("cpu"))[0]
+def load(reward: str, **settings) -> humanline.Reward:
+    return humanline.Reward(Config(reward=reward, **settings), torch.device("cpu"))
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[tuple[str, str]]:
+    """The pairs of answers for which mathematics is asked; it says of all that they are equal."""
+    pairs = []
+    monkeypatch.setattr(math_reward, "compare", lambda *pair: pairs.append(pair) or True)
+    return pairs
 
 
 def warnings(capsys) -> list[str]:
@@ -51,7 +63,7 @@ def warnings(capsys) -> list[str]:
     (" \n ", ""),
 ])
 def test_the_final_answer_is_found(completion, answer):
-    assert humanline.final_answer(completion) == answer
+    assert math_reward.final_answer(completion) == answer
 
 
 @pytest.mark.parametrize("row, answer", [
@@ -61,7 +73,7 @@ def test_the_final_answer_is_found(completion, answer):
     ({"solution": r"\boxed{"}, None), ({"answer": "7\n####"}, None),
 ])
 def test_the_reference_is_the_rows_answer_or_the_box_of_its_solution(row, answer):
-    assert humanline.reference_answer(row) == answer
+    assert math_reward.reference_answer(row) == answer
 
 
 @pytest.mark.parametrize("reference, answer", [
@@ -69,22 +81,19 @@ def test_the_reference_is_the_rows_answer_or_the_box_of_its_solution(row, answer
     ("\\$32,\\!348", "32348"), (".35625", "0.35625"), ("18", "**18**"), ("\\frac{3}{2}", "\\dfrac{3}{2}"), ("\\frac{3}{2}", "$\\tfrac{3}{2}$"),
     ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})"), ("\\text{Evelyn}", "Evelyn"), ("5.4 \\text{ cents}", "5.4 cents"), ("p - q", "p-q"),
 ])
-def test_equal_strings_and_numbers_need_no_mathematics(reference, answer):
-    def never(*pair):
-        raise AssertionError(pair)
-
-    assert humanline.same_answer(reference, answer, never) is True
+def test_equal_strings_and_numbers_need_no_mathematics(asked, reference, answer):
+    assert math_reward.same_answer(reference, answer) is True and not asked
 
 
 @pytest.mark.parametrize("reference, answer", [("18", "19"), ("18", ""), ("1.5", "15"), ("18", "1" * 100_000), ("0.001", "0"), ("1,234", "234")])
-def test_different_numbers_need_no_mathematics(reference, answer):
-    assert humanline.same_answer(reference, answer, None) is False
+def test_different_numbers_need_no_mathematics(asked, reference, answer):
+    assert math_reward.same_answer(reference, answer) is False and not asked
 
 
-@pytest.mark.parametrize("one, other", [("1 1/2", "11/2"), ("\\frac{1}{23}", "\\frac{12}{3}"), ("1,2", "12"), ("x_{12}", "x_12"), ("\\leftarrow", "arrow")])
-def test_what_a_glance_cannot_tell_is_left_to_mathematics(one, other):
-    asked = []
-    assert humanline.same_answer(one, other, lambda *pair: asked.append(pair)) is None and asked == [(one, other)]
+@pytest.mark.parametrize("reference, answer", [("1 1/2", "11/2"), ("\\frac{1}{23}", "\\frac{12}{3}"), ("1,2", "12"),
+                                               ("x_{12}", "x_12"), ("\\leftarrow", "arrow")])
+def test_what_a_glance_cannot_tell_is_left_to_mathematics(asked, reference, answer):
+    assert math_reward.same_answer(reference, answer) is True and asked == [(reference, answer)]
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +133,15 @@ def test_hostile_answers_cost_themselves_and_nothing_else(math_score, tmp_path, 
     assert set(scores[:-1]) == {0.0, -7.0} and scores[-1] == 1.0
     assert not (tmp_path / "hit").exists()
     [line] = warnings(capsys)
-    assert f"--reward math: {scores.count(-7.0)} of {len(scores)} samples failed and score -7" in line
+    assert f"--reward math: {scores.count(-7.0)} of {len(scores)} samples failed and get -7" in line
 
 
 def test_the_process_of_mathematics_runs_no_text_as_code_and_has_little_memory(tmp_path):
     hostile = f"__import__('os').system('touch {tmp_path}/hit')"
     attempt = "\nimport sympy\nfor run in (sympy.sympify, sympy.Number, sympy.parsing.sympy_parser.parse_expr, eval, exec):\n" \
               f"    try:\n        run({hostile!r})\n    except Exception as error:\n        print(type(error).__name__)\n"
-    source = inspect.getsource(humanline.math_comparison) + "math_comparison(1)\nimport resource\nprint(resource.getrlimit(resource.RLIMIT_AS)[0])\n"
+    source = f"import sys\nsys.path.insert(0, {str(MATH_FILE.parent)!r})\nimport math_reward\nmath_reward.load()\n" \
+             "import resource\nprint(resource.getrlimit(resource.RLIMIT_AS)[0])\n"
     blocked = subprocess.run([sys.executable, "-c", source + attempt], capture_output=True, text=True)
     assert not (tmp_path / "hit").exists() and len(blocked.stdout.split()) == 6, blocked
     assert sys.platform != "linux" or int(blocked.stdout.split()[0]) == 4 << 30
@@ -139,11 +149,39 @@ def test_the_process_of_mathematics_runs_no_text_as_code_and_has_little_memory(t
     assert (tmp_path / "hit").exists()  # which is what sympy does by itself
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux keeps the limit")
+def test_the_process_of_mathematics_has_its_limits_again_after_it_was_killed():
+    reward = load("math")
+
+    def process_number() -> int:
+        return reward.process.end.peek()[2][0].pid
+
+    def memory_limit() -> int:
+        limits = Path(f"/proc/{process_number()}/limits").read_text()
+        return int(re.search(r"Max address space\s+(\d+)", limits)[1])
+
+    killed = process_number()
+    assert memory_limit() == 4 << 30
+    os.kill(killed, signal.SIGKILL)
+    sample = [PROMPT], [r"\boxed{\frac{2}{4}}"], [{"answer": r"\frac{1}{2}"}]
+    assert reward(*sample) == [0.0]  # the process is gone, which this sample pays for
+    assert reward(*sample) == [1.0] and process_number() != killed and memory_limit() == 4 << 30
+
+
+def test_no_mathematics_is_done_in_the_process_of_the_trainer(math_score):
+    assert math_score([PROMPT], [r"\boxed{\sqrt{4}}"], [{"answer": r"\frac{4}{2}"}]) == [1.0]
+    source = "import torch, humanline\nreward = humanline.Reward(humanline.Config(reward='math'), torch.device('cpu'))\n" \
+             "print(reward([[]], [r'\\boxed{\\sqrt{4}}'], [{'answer': r'\\frac{4}{2}'}]))\n" \
+             "import sys\nprint('math_verify' in sys.modules, 'math_reward' in sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines() == ["[1.0]", "False False"], done
+
+
 @pytest.mark.skipif(not DATA.exists(), reason=f"no {DATA}")
 @pytest.mark.parametrize("name", ["gsm8k-test", "math500"])
 def test_every_reference_of_a_real_data_set_is_right_and_another_rows_is_not(name, math_score):
     rows = [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-    references = [humanline.reference_answer(row) for row in rows]
+    references = [math_reward.reference_answer(row) for row in rows]
     forms = [references, [f"We get 17 first, and then \\boxed{{{reference}}}. Done." for reference in references],
              [f"3 + 4 = 7.\nThe answer is ${reference}$." for reference in references]]
     forms += [[row["answer"] for row in rows]] if name == "gsm8k-test" else []
@@ -229,7 +267,7 @@ def test_a_bad_score_costs_its_sample_alone_and_one_warning(own, capsys, kind, r
     score = load(f"{own}/light-one.py:trouble", reward_seconds=0.5, reward_failed=-3.0)
     assert score([PROMPT] * 4, ["a", kind, "b", "c"], [{}] * 4) == [1.0, -3.0, 1.0, 1.0]
     [line] = warnings(capsys)
-    assert "light-one.py:trouble: 1 of 4 samples failed and score -3" in line and reason in line
+    assert "light-one.py:trouble: 1 of 4 samples failed and get -3" in line and reason in line
     assert score([PROMPT] * 2, ["a", "b"], [{}] * 2) == [1.0, 1.0] and not warnings(capsys)
 
 
@@ -268,7 +306,8 @@ def test_a_reward_that_is_dropped_leaves_no_process(own):
 def test_the_process_ends_with_a_trainer_that_is_killed_even_amid_a_call(own):
     (own / "pids").unlink(missing_ok=True)
     trainer = subprocess.Popen([sys.executable, "-c", "import humanline, torch\n"
-                                f"score, _ = humanline.load_reward(humanline.Config(reward='{own}/light-one.py:trouble', reward_seconds=500.0), torch.device('cpu'))\n"
+                                f"config = humanline.Config(reward='{own}/light-one.py:trouble', reward_seconds=500.0)\n"
+                                "score = humanline.Reward(config, torch.device('cpu'))\n"
                                 "score([[]], ['hang'], [{}])"], cwd=ROOT)
     while not (own / "pids").exists() or not (own / "pids").read_text():
         assert trainer.poll() is None
@@ -375,7 +414,7 @@ def test_a_reward_that_always_fails_does_not_stop_a_run(run, tmp_path, capsys):
     (tmp_path / "bad.py").write_text("def bad(prompts, completions, rows):\n    raise ValueError('never works')\n")
     lines = metrics(run(f"--sample-every 1 --steps 3 --reward {tmp_path}/bad.py:bad --reward-failed -0.5"))
     assert [line["reward"] for line in lines] == [-0.5] * 3
-    assert sum("16 of 16 samples failed and score -0.5" in line and "never works" in line for line in warnings(capsys)) == 3
+    assert sum("16 of 16 samples failed and get -0.5" in line and "never works" in line for line in warnings(capsys)) == 3
 
 
 @pytest.mark.parametrize("reward, expected", [

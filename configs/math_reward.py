@@ -1,0 +1,129 @@
+"""--reward math: 1 for a completion whose final answer equals the row's, else 0.
+
+The row has an `answer` (of GSM8K's, what follows ####), or a `solution` with a \\boxed{}. Strings and plain numbers are
+compared at once; for anything else math-verify is asked, in this process, with a limit for its memory.
+"""
+
+import functools
+import os
+import re
+import sys
+from fractions import Fraction
+
+SECONDS = 3  # for each of math-verify's steps: reading the two answers, and comparing them
+
+
+def math(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
+    """1 or 0 for each completion."""
+    return [float(same_answer(reference_answer(row), final_answer(text))) for text, row in zip(completions, rows)]
+
+
+def missing(row: dict) -> str:
+    """What a row lacks, or ""."""
+    if reference_answer(row) is None:
+        return "no 'answer', and no 'solution' with a \\boxed{}; --reward math needs one of them"
+    return ""
+
+
+def boxed(text: str) -> str | None:
+    """What is in the last \\boxed{}; None if there is none or its braces don't match."""
+    _, box, rest = text.rpartition("\\boxed{")
+    depth = 0
+    for end, sign in enumerate(rest if box else ""):
+        depth += (sign == "{") - (sign == "}")
+        if depth < 0:
+            return rest[:end]
+    return None
+
+
+def reference_answer(row: dict) -> str | None:
+    """A row's `answer` (of GSM8K's, what follows ####), or what is in the last \\boxed{} of its `solution`; or None."""
+    text = boxed(str(row.get("solution"))) if row.get("answer") is None else str(row["answer"])
+    if not text:
+        return None
+    return " ".join((boxed(text) or text.split("####")[-1]).split()) or None
+
+
+def final_answer(text: str) -> str:
+    """A completion's answer: its last \\boxed{}, as $...$, or what follows its last #### or "answer is", or its last
+    line."""
+    inside = boxed(text)
+    if inside is not None:
+        return f"${' '.join(inside.split())}$"
+    for mark in ("####", r"(?i)answer(?:\s+is\b|\s*:)\s*:?"):
+        parts = re.split(mark, text)
+        if len(parts) > 1:
+            return " ".join(re.split(r"\.\s|\n", parts[-1].strip())[0].split())
+    return " ".join(text.strip().rpartition("\n")[2].split())
+
+
+def same_answer(reference: str, answer: str) -> bool:
+    """Whether two answers are equal; `compare` is asked where strings and plain numbers do not tell."""
+    if not answer or len(answer) > 1000 + len(reference):  # no answer is that long
+        return False
+    expected, given = plain(reference), plain(answer)
+    if all(re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", text) for text in (expected, given)):
+        return Fraction(expected) == Fraction(given)
+    return expected == given or compare(reference, answer)
+
+
+def plain(text: str) -> str:
+    """An answer without what does not matter: signs of other shapes, text around it, spacing, commas in numbers."""
+    text = text.replace("−", "-").replace("{,}", ",").strip(" *$").removesuffix(".").strip(" *$")
+    text = re.sub(r"\\(?:text|mbox|mathrm)\{([^{}]*)\}", r"\1", re.sub(r"\\[dt]frac", r"\\frac", text))
+    # Spacing goes, but not between digits: "1 1/2" is not 11/2.
+    text = re.sub(r"\\(?:left|right|q?quad)(?![a-zA-Z])|\\[!,;: $]|(?<!\d)\s+|\s+(?!\d)", "", text)
+    return text.replace(",", "") if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
+
+
+@functools.cache
+def prepare():
+    """math-verify's two functions, in a process where nothing that a model writes can be run as code."""
+    import sympy
+    import sympy.physics.units  # now, as simplify would import it under the rules below
+
+    # sympy makes numbers and formulas of text by eval. Here it makes numbers only, and math-verify's LaTeX parser makes
+    # formulas; and whatever else would run as code must from now on come from a file.
+    def number(text, *_, **__):
+        return sympy.Float(text) if "." in text else sympy.Integer(text)
+
+    sympy.parsing.sympy_parser.parse_expr = sympy.parsing.parse_expr = number
+    from math_verify import parse, parser, verify
+
+    parser.parse_expr_cached = lambda text: parser.parse_latex_cached(text.replace("**", "^"))
+
+    def code_from_files_only(event, args):
+        if event == "exec" and not os.path.isfile(args[0].co_filename):
+            raise RuntimeError("code that is in no file")
+
+    sys.addaudithook(code_from_files_only)
+    return parse, verify
+
+
+@functools.lru_cache(4096)  # the same errors come often
+def compare(reference: str, answer: str) -> bool:
+    """Whether math-verify takes two answers for the same."""
+    parse, verify = prepare()
+
+    def parsed(text):  # math-verify looks for formulas between dollars, and for numbers in sentences
+        sentence = re.search(r"(?<!\\)\$|\\[(\[]|[A-Za-z]{3}", re.sub(r"\\[a-zA-Z]+(\{[^{}]*\})?", " ", text))
+        return parse(text if sentence else f"${text}$", parsing_timeout=SECONDS, raise_on_error=True)
+
+    try:
+        return verify(parsed(reference), parsed(answer), timeout_seconds=SECONDS, raise_on_error=True)
+    except Exception:  # no mathematics, or not comparable; its time-out is no Exception
+        return False
+
+
+def limit_memory() -> None:
+    """4 GiB for this process: a power of powers would take all that there is."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def load() -> None:
+    """What --reward math does at the start of its process."""
+    if sys.platform == "linux":
+        limit_memory()
+    prepare()

@@ -1,0 +1,266 @@
+"""Does another version of humanline.py train to the same weights, bit for bit?
+
+  python tests/same_weights.py OLD                  # a checkout against this one: short runs
+  python tests/same_weights.py OLD NEW --only kto   # two checkouts, the runs whose name matches
+  python tests/same_weights.py OLD --embedded       # also the embedded default, from empty caches
+  python tests/same_weights.py OLD --real FOLDER    # instead: a real model (smollm2.py makes one)
+
+A checkout is a folder with humanline.py. Each run is its command line in a process of its own, on
+the CPU. The exit status is 1 if weights differ or a run fails. Metrics that differ are only shown.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models
+
+# A run works in a folder beside the files that it reads. Of a flag given twice the last counts.
+TINY = ("--model ../tiny --data ../groups.jsonl --reward ../reward.py:varied "
+        "--steps 8 --batch-size 8 --lr 1e-2 --group-size 4 --max-new-tokens 4")
+RUNS = {  # more flags; "2 ranks" and "resumed" in a name say how the run is started
+    "dpo offline": "--loss dpo --sync-k 3",
+    "dpo online": "--loss dpo --sync-k 2 --sample-every 1",
+    "dpo online, every 3": "--loss dpo --sync-k 2 --sample-every 3",
+    "dpo defaults, pairs": "--loss dpo --data ../pairs.jsonl",
+    "dpo baseline": "--loss dpo --no-humanline",
+    "dpo perception sample": "--loss dpo --sync-k 4 --perception sample",
+    "dpo soft sync": "--loss dpo --sync-k 2 --sync-alpha 0.5",
+    "dpo cosine, weight decay": "--loss dpo --sync-k 3 --schedule cosine --weight-decay 0.1",
+    "dpo 2 ranks sharded": "--loss dpo --sync-k 3 --shard",
+    "dpo resumed": "--loss dpo --sync-k 2 --save-every 3",
+    "kto offline": "--loss kto --sync-k 3",
+    "kto online": "--loss kto --sync-k 2 --sample-every 1",
+    "kto online, every 3, copy": "--loss kto --sync-k 2 --sample-every 3 --ref copy",
+    "kto labels": "--loss kto --data ../labels.jsonl --sync-k 3",
+    "kto baseline online, every 8": "--loss kto --no-humanline --sample-every 8",
+    "kto perception sample, every 3": "--loss kto --perception sample --sync-k 2 --sample-every 3",
+    "kto perception none": "--loss kto --sync-k 4 --perception none",
+    "kto small microbatches": "--loss kto --sync-k 3 --microbatch-tokens 64",
+    "kto 2 ranks online, every 3": "--loss kto --sync-k 2 --sample-every 3",
+    "kto resumed online, every 3": "--loss kto --sync-k 4 --sample-every 3 --save-every 2 --keep 9",
+    "grpo offline": "--loss grpo --sync-k 3",
+    "grpo online": "--loss grpo --sync-k 2 --sample-every 1",
+    "grpo online, every 3": "--loss grpo --sync-k 2 --sample-every 3",
+    "grpo prompts, every 8": "--loss grpo --data ../prompts.jsonl --sync-k 3 --sample-every 8",
+    "grpo baseline online": "--loss grpo --no-humanline --sample-every 1",
+    "grpo narrow clip": "--loss grpo --sync-k 4 --perception clip --log-eps-p -0.2 --log-eps-r 0.1",
+    "grpo lookahead, every 3": "--loss grpo --sync-k 5 --ref lookahead --sample-every 3",
+    "grpo sync by drift": "--loss grpo --sync-drift 0.8",
+    "grpo mean of sequences, KL": "--loss grpo --sync-k 3 --average sequence --kl-beta 0.1",
+    "grpo temperature": "--loss grpo --sync-k 2 --sample-every 2 --temperature 0.7 --top-p 0.9",
+    "grpo bfloat16": "--loss grpo --sync-k 3 --dtype bfloat16",
+    "grpo 2 ranks sharded online": "--loss grpo --sync-k 3 --sample-every 2 --shard",
+    "grpo copy resumed": "--loss grpo --sync-k 2 --save-every 3 --ref copy",
+}
+REAL = ("--model ../real --data ../dialogues.jsonl --reward ../reward.py:varied --limit 512 "
+        "--steps 4 --batch-size 4 --lr 1e-5 --sync-k 2 --max-length 256 "
+        "--group-size 4 --max-new-tokens 16")
+REAL_RUNS = {"dpo pairs": "--loss dpo", "kto pairs": "--loss kto", "grpo pairs": "--loss grpo",
+             "grpo online": "--loss grpo --sample-every 1"}
+TIMES = {"step_seconds", "sample_seconds"}  # metrics that no two runs share
+
+# Differs between most completions and can be learned: some characters are worth more than others.
+REWARD = """def varied(prompts, completions, rows):
+    return [sum(ord(c) % 7 for c in text) / (6 * max(1, len(text))) for text in completions]
+"""
+TEMPLATE = ("{{ bos_token }}{% for message in messages %}"
+            "<|{{ message['role'] }}|>{{ message['content'] }}"
+            "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+
+def make_tiny(folder: Path) -> None:
+    """A random two-layer Llama, and a tokenizer with a token per character."""
+    transformers.utils.logging.disable_progress_bar()
+    special = ["<pad>", "<unk>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>"]
+    vocabulary = {token: i for i, token in enumerate([*special, "\n", *map(chr, range(32, 127))])}
+    characters = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<unk>"))
+    characters.decoder = decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", unk_token="<unk>", bos_token="<bos>",
+        eos_token="<eos>", additional_special_tokens=special[4:], chat_template=TEMPLATE,
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, initializer_range=0.2,
+        tie_word_embeddings=True, pad_token_id=0, bos_token_id=2, eos_token_id=3,
+    )).save_pretrained(folder)
+
+
+def make_rows(folder: Path) -> None:
+    """A file of each kind of row, with prompts and completions of many lengths."""
+    chance = random.Random(0)
+    text = lambda longest: "".join(chance.choices("abcdefgh01234", k=chance.randint(1, longest)))
+    kinds = dict(
+        prompts=lambda i: dict(answer=text(2)),
+        pairs=lambda i: dict(chosen=text(9), rejected=text(9)),
+        labels=lambda i: dict(completion=text(9), label=i % 3 == 0),
+        groups=lambda i: dict(completions=[text(9) for _ in range(4)],
+                              scores=[chance.random() for _ in range(4)]))
+    for kind, more in kinds.items():
+        rows = [dict(prompt=f"{i} {text(12)}", **more(i)) for i in range(24)]
+        write_jsonl(folder / f"{kind}.jsonl", rows)
+
+
+def make_dialogues(path: Path) -> None:
+    """Rows as HH-RLHF publishes them: two whole transcripts that differ in the last answer."""
+    chance = random.Random(0)
+    topics = ["bread", "a bicycle", "the moon", "chess", "taxes", "a violin", "volcanoes"]
+    asked = ["How do I look after {}?", "Tell me about {}.", "Why do people care about {}?"]
+    said = ["Start with something small.", "I would read a book about {} first.", "No.",
+            "It depends on your time.", "There is more to {} than most people think."]
+
+    def turn(role: str, sentences: list[str]) -> str:
+        picked = chance.sample(sentences, chance.randint(1, len(sentences)))
+        return f"\n\n{role}: " + " ".join(picked).replace("{}", chance.choice(topics))
+
+    rows = []
+    for i in range(40):
+        talk = "".join(turn("Human", asked) + turn("Assistant", said) for _ in range(i % 3))
+        talk += turn("Human", asked)
+        rows.append({kind: talk + turn("Assistant", said) for kind in ("chosen", "rejected")})
+    write_jsonl(path, rows)
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def train(checkout: Path, side: Path, name: str, flags: str, threads: int) -> None:
+    """The command line, in the side's folder; raises RuntimeError if it fails."""
+    ranks = "-m torch.distributed.run --standalone --nproc_per_node=2" if "2 ranks" in name else ""
+    command = [sys.executable, *ranks.split(), str(checkout.resolve() / "humanline.py"),
+               *flags.split(), "--out", str(side / name)]
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1",
+        "HUMANLINE_CACHE": str(side / "cache"), "HF_DATASETS_CACHE": str(side / "datasets")}
+
+    def start(*more: str) -> None:
+        done = subprocess.run(
+            [*command, *more], cwd=side, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            last = [f"exit status {done.returncode}", *done.stderr.strip().splitlines()][-1]
+            raise RuntimeError(f"{side.name}: {last}")
+
+    start()
+    if "resumed" in name:  # as if it had been killed after its first checkpoint
+        shutil.rmtree(side / name / "final")
+        for checkpoint in sorted((side / name / "checkpoint").glob("step-*"))[1:]:
+            shutil.rmtree(checkpoint)
+        start("--resume", "latest")
+
+
+def distance(old: Path, new: Path) -> float:
+    """||old - new|| / ||old|| of the weights in two files."""
+    a, b = load_file(old), load_file(new)
+    norm = lambda tensors: torch.stack([tensor.double().norm() for tensor in tensors]).norm()
+    if a.keys() != b.keys():
+        return math.inf
+    return float(norm(a[name].double() - b[name].double() for name in a) / norm(a.values()))
+
+
+def compare_files(old: Path, new: Path) -> str:
+    """"yes" if every byte is the same, else how far the weights are apart."""
+    if old.read_bytes() == new.read_bytes():
+        return "yes"
+    return f"NO: {distance(old, new):.1e} apart" if old.suffix == ".safetensors" else "NO"
+
+
+def compare_metrics(old: Path, new: Path, one_sided: set[str]) -> str:
+    """"yes" if the shared metrics agree in every digit, else the largest relative difference."""
+    a, b = ([json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (old, new))
+    if len(a) != len(b):
+        return f"NO: {len(a)} lines and {len(b)}"
+    worst, where = 0.0, ""
+    for x, y in zip(a, b):
+        one_sided |= x.keys() ^ y.keys()
+        for key in (x.keys() & y.keys()) - TIMES:
+            if x[key] != y[key]:
+                relative = abs(x[key] - y[key]) / max(abs(x[key]), abs(y[key]))
+                worst, where = max((worst, where), (relative, f"{key} at step {x['step']}"))
+    return f"NO: {worst:.1e}, {where}" if where else "yes"
+
+
+def compare(args: argparse.Namespace, home: Path) -> int:
+    """Make what the runs read, train on both sides, print the table; returns the exit status."""
+    make_tiny(home / "tiny")
+    make_rows(home)
+    make_dialogues(home / "dialogues.jsonl")
+    (home / "reward.py").write_text(REWARD)
+    base, common, runs, threads = home / "tiny", TINY, RUNS, 1
+    if args.real:
+        base, common, runs, threads = home / "real", REAL, REAL_RUNS, 2
+        base.symlink_to(args.real.resolve())
+    if args.rows:
+        shutil.copy(args.rows, home / "dialogues.jsonl")
+    runs = {name: f"{common} {flags}" for name, flags in runs.items()}
+    if args.embedded:
+        runs["embedded default"] = "--steps 16 --eval-every 0"
+    old, new = home / "old", home / "new"
+    old.mkdir()
+    new.mkdir()
+
+    failed, one_sided = [], set()
+
+    def report(name: str, weights: str, *cells: str) -> None:
+        print("|", " | ".join([name, weights, *cells]), "|", flush=True)
+        if weights != "yes":
+            failed.append(name)
+
+    print("| run | same weights | same metrics | moved by | seconds |\n|---|---|---|---|---|")
+    for name in filter(re.compile(args.only).search, runs):
+        started, final = time.time(), Path(name, "final", "model.safetensors")
+        try:
+            train(args.old, old, name, runs[name], threads)
+            train(args.new, new, name, runs[name], threads)
+        except RuntimeError as error:
+            report(name, f"NO, {error}", "", "", "")
+            continue
+        if name == "embedded default":
+            base, = (old / "cache").glob("*/model-base")
+        metrics = compare_metrics(old / name, new / name, one_sided)
+        moved = f"{distance(base / 'model.safetensors', old / final):.2%}"
+        seconds = f"{time.time() - started:.0f}"
+        report(name, compare_files(old / final, new / final), metrics, moved, seconds)
+    for made in ("model-base/model.safetensors", "data-base/rows.jsonl"):
+        # The folder above is named by a hash of the code.
+        for a, b in zip((old / "cache").glob(f"*/{made}"), (new / "cache").glob(f"*/{made}")):
+            report(f"embedded {made}", compare_files(a, b), "", "", "")
+    if one_sided:
+        print(f"\nMetrics that only one side has: {', '.join(sorted(one_sided))}.")
+    print(f"\nNot the same: {', '.join(failed)}." if failed else "\nAll weights are the same.")
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path, nargs="?", default=Path(__file__).resolve().parent.parent)
+    parser.add_argument("--only", default="", metavar="REGEX", help="runs whose name matches")
+    parser.add_argument("--embedded", action="store_true", help="also the embedded default")
+    parser.add_argument("--real", type=Path, metavar="FOLDER", help="a real model, two threads")
+    parser.add_argument("--rows", type=Path, metavar="FILE",
+                        help="--real: JSON lines with `chosen` and `rejected` of your own")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as home:
+        return compare(args, Path(home))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
