@@ -1,14 +1,14 @@
-"""Know what you got: the questions one has after a run of humanline.py, each one command, each answer with its uncertainty.
+"""Know what you got: the questions after a run of humanline.py, a command for each, each answer with its uncertainty.
 
-  python eval.py accuracy --model runs/mine embedded            # pass@1, pass@k and greedy, models side by side, by level
-  python eval.py winrate --model runs/mine --against embedded   # whose answers are better; raw and length-controlled
-  python eval.py data --data embedded embedded:worse            # is this offline data good enough for that model?
-  python eval.py perception --model runs/mine                   # the paper's Figure 2 for your model and your data
-  python eval.py plot runs/mine runs/other                      # learning curves against steps, or --against seconds
-  python eval.py reproduce                                      # the README's tables, from training on
+  python eval.py accuracy --model runs/mine embedded           # pass@1, pass@k, greedy; models side by side; by level
+  python eval.py winrate --model runs/mine --against embedded  # whose answers are better; raw and length-controlled
+  python eval.py data --data embedded embedded:worse           # is this offline data good enough for that model?
+  python eval.py perception --model runs/mine                  # the paper's Figure 2 for your model and your data
+  python eval.py plot runs/mine runs/other                     # learning curves against steps, or --against seconds
+  python eval.py reproduce                                     # the README's tables, from training on
 
-A MODEL is a run's folder (its final model, with the prompt format and the reward of its config.toml), a Hugging Face name
-or folder, or `embedded`. Loading, sampling, rewards and log-probs are the training code's own, imported from humanline.py.
+A MODEL is a run's folder (its final model, with the prompt format and the reward of its config.toml), a Hugging Face
+name or folder, or `embedded`. Loading, sampling, rewards and log-probs are the training code's, from humanline.py.
 
 Every interval covers 95 %. What is resampled is problems, never single samples: the samples of one problem are alike.
 """
@@ -134,7 +134,7 @@ class DataQuality(Settings):
 
 @dataclass
 class Perception(Settings):
-    """The paper's Figure 2: outcomes under the policy and in the data, with and without humanline, and as people see them."""
+    """The paper's Figure 2: outcomes of the policy and of the data, with and without humanline, as people see them."""
 
     model: str = "embedded"
     """The policy."""
@@ -150,15 +150,15 @@ class Perception(Settings):
     """Picture, .png or .svg. Default: evals/perception.png, with a number if that exists."""
 
 
+Panel = Literal["reward", "accuracy", "unclamped", "drift", "kl", "grad_norm", "speed", "time"]
 PANELS = dict(reward="reward of the batch", accuracy="pass@1, held out", unclamped="tokens let through, fraction",
               drift="drift, mean |d|, nats/token", kl="KL to the reference, nats/token", grad_norm="gradient norm",
-              speed="tokens/s, so far",
-              time="time spent, {unit} (dotted: sampling)")
+              speed="tokens/s, so far", time="time spent, {unit} (dotted: sampling)")
 
 
 @dataclass
 class Reproduce:
-    """The paper's claims in miniature: train the embedded model in every way that they compare; tables, verdicts, a figure."""
+    """The paper's claims in miniature: train the embedded model in every way that they compare; tables and verdicts."""
 
     only: tuple[Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "tuning"], ...] = ()
     """Which experiments. Default: all but the tuning, whose results stand in eval.py."""
@@ -174,11 +174,11 @@ class Reproduce:
 
 @dataclass
 class Plot:
-    """Learning curves of runs, from their metrics.jsonl. Runs that differ only in --seed become one line with a band."""
+    """Learning curves of runs, from their metrics.jsonl. Runs that differ only in --seed become a line with a band."""
 
     runs: tyro.conf.Positional[tuple[str, ...]] = ()
     """Folders of runs, or LABEL=FOLDER."""
-    show: tuple[Literal["reward", "accuracy", "unclamped", "drift", "kl", "grad_norm", "speed", "time"], ...] = tuple(PANELS)
+    show: tuple[Panel, ...] = tuple(PANELS)
     """What to draw."""
     against: Literal["steps", "seconds"] = "steps"
     """The horizontal axis: optimizer steps, or wall-clock time without evaluations."""
@@ -211,14 +211,16 @@ def resamples(count: int, repeats: int, seed: int = 0) -> Iterator[np.ndarray]:
         yield chance.integers(0, count, (min(chunk, repeats - start), count))
 
 
-def interval(values: Iterable[float], low: float | None = None, high: float | None = None) -> tuple[float, float, float]:
-    """The mean of one value per problem and its 95 % bootstrap interval, bias-corrected and accelerated (BCa; Efron 1987).
+def interval(values: Iterable[float], low: float | None = None,
+             high: float | None = None) -> tuple[float, float, float]:
+    """The mean of a value for each problem, and its 95 % interval by bootstrap: BCa, bias-corrected and accelerated
+    (Efron 1987).
 
-    Of the usual kinds this one is calibrated best (tests/test_eval.py): percentiles alone are too short where most problems
+    Of the usual kinds this is calibrated best (tests/test_eval.py): percentiles alone are too short where most problems
     are never solved, and a studentised bootstrap breaks down where a handful of problems differ from all others.
 
-    Values that are all alike show no spread; the interval is then Clopper and Pearson's for as many successes as trials:
-    0 correct of 100 problems gives [0, 0.036], not [0, 0].
+    Values that are all the same show no spread; the interval is then Clopper and Pearson's for as many successes as
+    trials: 0 correct of 100 problems gives [0, 0.036], not [0, 0].
 
     Args:
         values: (P,), one per problem.
@@ -243,7 +245,7 @@ def interval(values: Iterable[float], low: float | None = None, high: float | No
 
 
 def sign_flip_p(differences: Iterable[float], repeats: int = 10_000) -> float:
-    """Two-sided p-value of a paired test: were each problem's sign a coin flip, how often would the mean be as far from 0?
+    """Two-sided p-value of a paired test: were each problem's sign a coin flip, how often is the mean as far from 0?
 
     Args:
         differences: (P,), one per problem.
@@ -260,9 +262,10 @@ def length_controlled(preference: np.ndarray, delta: np.ndarray) -> np.ndarray:
     """The win rate that the judge would give if both completions were of one length.
 
     Fits P(win) = σ(θ + φ tanh(Δ / s)), Δ the difference in characters and s its standard deviation, and returns σ(θ).
-    This is AlpacaEval 2's model (Dubois et al. 2024, section 3) without its term for the difficulty of each instruction,
-    which takes the judgements on many models to estimate, and with a weak ridge (a normal prior of standard deviation 10
-    on θ and φ) in the place of its L1 penalty chosen by cross-validation, so that φ is finite where length decides alone.
+    This is AlpacaEval 2's model (Dubois et al. 2024, section 3) without its term for the difficulty of each
+    instruction, which takes the judgements on many models to estimate, and with a weak ridge (a normal prior of
+    standard deviation 10 on θ and φ) in the place of its L1 penalty chosen by cross-validation, so that φ is finite
+    where length decides alone.
 
     Args:
         preference: (..., N), 1 where the model wins, 0.5 for a tie, 0 where it loses, or a judge's probability.
@@ -301,11 +304,11 @@ def capacity(a, gamma: float):
 
 
 def perceived_divergence(policy: np.ndarray, data: np.ndarray, gamma: float) -> np.ndarray:
-    """KL(ω || Q) in nats between the distribution of outcomes as people perceive it, ω, and the data's, Q (Proposition 3.4).
+    """KL(ω || Q) in nats: ω is how people perceive the distribution of outcomes, Q is the data's (Proposition 3.4).
 
-    Outcomes are sorted into bins by the policy's quantiles. With F_b the policy's cumulative probability up to the end of
-    bin b, ω_b = Ω⁺(F_b; γ) - Ω⁺(F_b-1; γ), cumulated from the lowest outcome up; Q_b is the data's share of the bin,
-    with half an outcome added to each, so that an empty one stays finite. For any value function v then
+    Outcomes are sorted into bins by the policy's quantiles. With F_b the policy's cumulative probability up to the end
+    of bin b, ω_b = Ω⁺(F_b; γ) - Ω⁺(F_b-1; γ), cumulated from the lowest outcome up; Q_b is the data's share of the bin,
+    with half an outcome added to each, so that an empty bin stays finite. For any value function v then
     |u(Z; ω) - u(Z; Q)| <= sup|v| sqrt(2 KL(ω || Q)): that is how far what people make of the data can be from what they
     make of the model. The bound is the paper's; bins and smoothing are this project's way to a number.
 
@@ -338,8 +341,9 @@ def run_folder(spec: str, flag: str) -> Path | None:
                         f"python humanline.py --config {path / 'config.toml'} --out {path} --resume latest")
     if path.is_dir() and not (path / "config.json").exists():
         raise UserError(f"{flag} {spec}: neither a run's folder (config.toml and final/) nor a model's (config.json)")
-    local = spec.startswith((".", "/", "~")) or spec.count("/") > 1 or (path.parent != Path(".") and path.parent.is_dir())
-    if local and not path.exists():
+    in_folder = path.parent != Path(".") and path.parent.is_dir()
+    is_local = spec.startswith((".", "/", "~")) or spec.count("/") > 1 or in_folder
+    if is_local and not path.exists():
         raise UserError(f"{flag} {spec}: no such run or model")
     return None
 
@@ -390,8 +394,9 @@ def encode(sampler: Sampler, rows: list[Row], offline: bool) -> list[Group]:
     return humanline.encode_rows(rows, sampler, online=not offline)
 
 
-def draw(sampler: Sampler, prompts: list[Group], rows: list[Row], samples: int, stream: int) -> tuple[list[Group], float]:
-    """`samples` scored completions for each prompt, in the order of the prompts, and how many tokens a second that was.
+def draw(sampler: Sampler, prompts: list[Group], rows: list[Row], samples: int,
+         stream: int) -> tuple[list[Group], float]:
+    """`samples` completions with rewards for each prompt, in the order of the prompts; and the tokens per second.
 
     The trainer's own drawing, a few batches at a time for a progress bar. `stream` tells apart one command's drawings.
     """
@@ -473,7 +478,8 @@ def json_lines(lines: Iterable[dict]) -> str:
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
-OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # told apart by the colour-blind
+# Okabe and Ito's colours differ for the colour-blind, too.
+OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 GREY = "#777777"
 DASHES = ["-", "--", ":", "-."]
 
@@ -483,8 +489,9 @@ def new_figure(height: float, rows: int, columns: int) -> tuple[Any, list]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams.update({"font.size": 10, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
-                                "axes.grid": True, "grid.color": "#E6E6E6", "axes.axisbelow": True, "svg.fonttype": "none"})
+    matplotlib.rcParams.update({
+        "font.size": 10, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+        "grid.color": "#E6E6E6", "axes.axisbelow": True, "svg.fonttype": "none"})
     figure = Figure(figsize=(8, height), layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
@@ -512,7 +519,8 @@ def accuracy(flags: Accuracy) -> None:
     configs = [settings_of(name, flags) for name in flags.model]
     rewards = {config.reward for config in configs}
     if len(rewards) > 1:
-        raise UserError(f"--model: these runs have different rewards, {' and '.join(sorted(rewards))}; choose with --reward")
+        names = " and ".join(sorted(rewards))
+        raise UserError(f"--model: these runs have different rewards, {names}; choose with --reward")
     data, out = rows_to_measure(flags, configs[0]), new_file(flags.out, (".jsonl",), "accuracy.jsonl")
 
     lines, speeds, found = [], [], defaultdict(list)
@@ -541,7 +549,8 @@ def accuracy(flags: Accuracy) -> None:
         return np.array([[line[key] for line in found[i, kind, row]] for row in problems], dtype=float)
 
     scores = [values(i, "score") for i in models]
-    binary = all(set(np.unique(own)) <= {0.0, 1.0} for own in scores)  # else a graded reward, to which pass@k means nothing
+    # Otherwise the reward is graded, and pass@k means nothing.
+    binary = all(set(np.unique(model_scores)) <= {0.0, 1.0} for model_scores in scores)
     score = rate if binary else lambda values: show(interval(values))
     results = [["", *([f"pass@{k}" for k in ks] if binary else ["mean score"]), *["greedy"] * flags.greedy,
                 "tokens", "truncated", "tokens/s"]]
@@ -558,11 +567,14 @@ def accuracy(flags: Accuracy) -> None:
     if set(levels) != {"None"}:
         names = sorted(set(levels), key=lambda level: (len(level), level))
         by_level = [[flags.model[i], *(score(scores[i][levels == level].mean(1)) for level in names)] for i in models]
-        print("\nby level (problems)\n" + table([["", *(f"{level} ({sum(levels == level)})" for level in names)], *by_level]))
+        header = ["", *(f"{level} ({sum(levels == level)})" for level in names)]
+        print("\nby level (problems)\n" + table([header, *by_level]))
     if len(models) > 1:
         differences = {i: scores[i].mean(1) - scores[0].mean(1) for i in models[1:]}
-        compared = [[flags.model[i], show(interval(own), sign="+"), show_p(sign_flip_p(own))] for i, own in differences.items()]
-        print(f"\nmore than {flags.model[0]}, by problem; comparisons: {len(compared)}; p by flipping signs\n{table(compared)}")
+        compared = [[flags.model[i], show(interval(more), sign="+"), show_p(sign_flip_p(more))]
+                    for i, more in differences.items()]
+        print(f"\nmore than {flags.model[0]}, by problem; comparisons: {len(compared)}; p by flipping signs\n"
+              f"{table(compared)}")
     print(f"\nsamples: {out}")
 
 
@@ -586,7 +598,7 @@ def user_function(spec: str) -> Callable[..., list[float]]:
 
 def ask_twice(judge: Callable[..., list[float]], spec: str, prompts: list, first: list[str], second: list[str],
               fields: list[dict]) -> np.ndarray:
-    """(2, N): probabilities that the first text is better, and by how much the judge favours what it reads first, -1 to 1."""
+    """(2, N): probabilities that the first text is better; how much the judge favours what it reads first, -1 to 1."""
     found, mend = [], f"it must return {len(prompts)} probabilities, one for each pair"
     for texts in ((first, second), (second, first)):
         with humanline.explained(f"--judge {spec}", mend):
@@ -645,12 +657,15 @@ def winrate(flags: Winrate) -> None:
         ["win rate", rate(preference.mean(1)), f"wins {wins:.3f}, ties {1 - wins - losses:.3f}, losses {losses:.3f}"],
         ["  against 0.5", show_p(sign_flip_p(preference.mean(1) - 0.5)), "by flipping signs"],
         ["length-controlled", show(controlled), ""],
-        ["longer by, characters", show(interval(delta.mean(1)), 2, "+"), "{:.1f} against {:.1f}".format(*lengths.mean(0))],
+        ["longer by, characters", show(interval(delta.mean(1)), 2, "+"),
+         "{:.1f} against {:.1f}".format(*lengths.mean(0))],
     ]
     if judge is not None:
-        results.append(["favours what it reads first", show(interval(favour.mean(1), -1, 1), sign="+"), "the judge, -1 to 1"])
+        favoured = show(interval(favour.mean(1), -1, 1), sign="+")
+        results.append(["favours what it reads first", favoured, "the judge, -1 to 1"])
     print(f"{flags.model} against {flags.against} on {data}: {shape[0]} prompts x {shape[1]}, judged by "
-          f"{flags.judge or config.reward}; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n\npairs: {out}")
+          f"{flags.judge or config.reward}; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n\n"
+          f"pairs: {out}")
     if outputs is not None:
         beside = outputs.with_stem(outputs.stem + "-against")
         write_outputs(outputs, flags.model, data, [(rows[row], ours[row][0]) for row in common])
@@ -659,13 +674,14 @@ def winrate(flags: Winrate) -> None:
 
 
 def write_outputs(path: Path, generator: str, data: str, outputs: list[tuple[Row, str]]) -> None:
-    """The list of objects that alpaca_eval reads. It joins two such lists by `instruction`: the text as the data has it."""
-    found = []
+    """The list of objects that alpaca_eval reads. It joins two of them by `instruction`, the text that the data has."""
+    objects = []
     for row, output in outputs:
         given = [row.fields.get(name) for name in ("instruction", "prompt", "question", "problem")]
         text = next((text for text in given if isinstance(text, str)), row.prompt[-1]["content"])
-        found.append(dict(instruction=text, output=output, generator=generator, dataset=row.fields.get("dataset") or data))
-    write(path, json.dumps(found, indent=2, ensure_ascii=False))
+        dataset = row.fields.get("dataset") or data
+        objects.append(dict(instruction=text, output=output, generator=generator, dataset=dataset))
+    write(path, json.dumps(objects, indent=2, ensure_ascii=False))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -684,7 +700,8 @@ class Source:
         self.means = [np.array([one.mean() for one in group]) for group in logps]  # nats/token
         self.all, self.estimate = np.concatenate(self.means), interval([one.mean() for one in self.means])
         self.own = [group[0].mean() for group in own]
-        self.line = float(np.quantile(self.own, 0.25)) if own else PAPERS_WORST[1]  # what the model says is mostly likelier
+        # Most of what the model itself says is likelier than this.
+        self.line = float(np.quantile(self.own, 0.25)) if own else PAPERS_WORST[1]
         compared = [i for i, group in enumerate(groups) if len(group.rewards) > 1 and not group.labelled]
         self.gaps = np.array([np.ptp(groups[i].rewards) for i in compared])  # best minus worst score
         pairs = [(self.means[i], groups[i].rewards) for i, gap in zip(compared, self.gaps) if gap > 0]
@@ -716,7 +733,7 @@ class Source:
         return column
 
     def advice(self) -> str:
-        """One plain sentence. In the paper, humanline makes offline data as good as online, unless it is too unlikely."""
+        """A sentence. In the paper, humanline makes offline data as good as online, unless it is too unlikely."""
         than = "than 3/4 of the model's own" if self.own else f"than {PAPERS_WORST[1]} nats/token"
         unlikely, flat = (self.all < self.line).mean(), np.mean(self.gaps == 0) if len(self.gaps) else 0.0
         if flat > 0.8:
@@ -725,7 +742,8 @@ class Source:
             return (f"not good enough: {unlikely:.0%} of the completions are less likely {than}; "
                     f"draw them from the model itself (--sample-every 64), or imitate the best of them first.")
         if unlikely > 0.4:
-            return f"doubtful: {unlikely:.0%} of the completions are less likely {than}; compare with --sample-every 64."
+            return (f"doubtful: {unlikely:.0%} of the completions are less likely {than}; "
+                    "compare with --sample-every 64.")
         return f"good enough to train offline with humanline: only {unlikely:.0%} of it is less likely {than}."
 
 
@@ -734,7 +752,7 @@ def data_quality(flags: DataQuality) -> None:
     config = settings_of(flags.model, flags)
     policy_config = settings_of(flags.policy, flags, "--policy") if flags.policy else None
     out = new_file(flags.out, (".png", ".svg"), "data.png")
-    read = {name: humanline.read_sources([name], config)[0] for name in flags.data}
+    read = {name: humanline.read_sources([name], config) for name in flags.data}
     for name, rows in read.items():
         if not any(row.completions for row in rows):
             raise UserError(f"--data {name}: prompts without completions; there is nothing to judge")
@@ -757,7 +775,8 @@ def data_quality(flags: DataQuality) -> None:
     results = [["", *(source.name for source in sources)]]
     for key in dict.fromkeys(key for column in columns for key in column):
         results.append([key, *(column.get(key, "") for column in columns)])
-    print(f"under {flags.model}, the model to start from; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n")
+    print(f"under {flags.model}, the model to start from; [95 % bootstrap intervals over prompts]\n\n"
+          f"{table(results)}\n")
     for source in sources[1:]:  # two independent means: the reaches of their intervals add in squares
         (a, a_low, a_high), (b, b_low, b_high) = source.estimate, sources[0].estimate
         gap = a - b, a - b - math.hypot(a - a_low, b_high - b), a - b + math.hypot(a_high - a, b - b_low)
@@ -766,8 +785,9 @@ def data_quality(flags: DataQuality) -> None:
     picture_data(sources, flags.model, out)
 
 
-def describe_ratios(policy: Sampler, groups: list[Group], logps: list[list[np.ndarray]], config: Config) -> dict[str, str]:
-    """How far d_t = log π_policy - log π_start goes on the data: what the clip stops, and the bound that theory assumes."""
+def describe_ratios(policy: Sampler, groups: list[Group], logps: list[list[np.ndarray]],
+                    config: Config) -> dict[str, str]:
+    """How far d_t = log π_policy - log π_start goes on the data: what the clip stops, and the bound in theory."""
     d = [np.concatenate(after) - np.concatenate(before) for after, before in zip(token_logps(policy, groups), logps)]
     lowest, highest = min(one.min() for one in d), max(one.max() for one in d)
     return {
@@ -782,7 +802,8 @@ def picture_data(sources: Iterable[Source], start: str, path: Path) -> None:
     figure, (axes,) = new_figure(3.6, 1, 1)
     everything = np.concatenate([source.all for source in sources])
     edges = np.linspace(max(np.quantile(everything, 0.005), -8), min(0, everything.max()), 41)
-    axes.axvspan(*np.clip(PAPERS_WORST, edges[0], edges[-1]), color="#E4E4E4", zorder=0, label="the paper's worst quartile")
+    low, high = np.clip(PAPERS_WORST, edges[0], edges[-1])
+    axes.axvspan(low, high, color="#E4E4E4", zorder=0, label="the paper's worst quartile")
     drawn = [(source.name, source.all, OKABE_ITO[i % 7], DASHES[i // 7 % 4]) for i, source in enumerate(sources)]
     own = [mean for source in sources for mean in source.own]
     for name, values, colour, dash in drawn + ([("the model's own samples", own, GREY, ":")] if own else []):
@@ -803,14 +824,15 @@ OWN = "the policy's own samples"
 
 
 def perception(flags: Perception) -> None:
-    """Outcomes of the policy and of the data, with what humanline lets through, and how far each is from what people see."""
+    """Outcomes of the policy and of the data, what humanline lets through, and how far each is from what people see."""
     run, config = run_folder(flags.model, "--model"), settings_of(flags.model, flags)
     if run is None and None in (flags.ref, flags.data):
-        raise UserError(f"--ref and --data: name the model that {flags.model} was trained from, and offline completions")
+        raise UserError(f"--ref and --data: name the model that {flags.model} was trained from, and offline "
+                        "completions")
     ref_name = flags.ref or humanline.read_config(str(run / "config.toml")).model
     ref_config = settings_of(ref_name, flags, "--ref")
     data, out = flags.data or config.data[0], new_file(flags.out, (".png", ".svg"), "perception.png")
-    rows = humanline.read_sources([data], config)[0]
+    rows = humanline.read_sources([data], config)
     if not all(row.completions for row in rows):
         raise UserError(f"--data {data}: prompts without completions; there are no outcomes to look at")
     policy, ref = load(flags.model, config, scored=False), load(ref_name, ref_config, scored=False)
@@ -820,7 +842,8 @@ def perception(flags: Perception) -> None:
     own, theirs = ([[a - b for a, b in zip(*pair)] for pair in zip(token_logps(policy, part), token_logps(ref, part))]
                    for part in (drawn, groups))  # token log-ratios d, per prompt, per completion
     if max(abs(one).max() for side in (own, theirs) for group in side for one in group) < 1e-5:
-        raise UserError(f"--ref {ref_name}: it is the same model as {flags.model}, so that every outcome is 0; name another")
+        raise UserError(f"--ref {ref_name}: it is the same model as {flags.model}, so that every outcome is 0; name "
+                        "another")
 
     outcomes, data_outcomes = ([np.array([one.sum() for one in group]) for group in side] for side in (own, theirs))
     weights = {"the data": [np.ones(len(group)) for group in theirs], **let_through(theirs, config)}
@@ -851,7 +874,8 @@ def let_through(d: list[list[np.ndarray]], config: Config) -> dict[str, list[np.
     Returns:
         for each of the two, per prompt, (completions,) shares.
     """
-    clipped = [np.array([((one >= config.log_eps_p) & (one <= config.log_eps_r)).mean() for one in group]) for group in d]
+    passes = lambda values: (values >= config.log_eps_p) & (values <= config.log_eps_r)
+    clipped = [np.array([passes(values).mean() for values in group]) for group in d]
     sampled, generator = [], torch.Generator().manual_seed(config.seed)
     betas = config.gamma_p, config.gamma_r, config.beta_p, config.beta_r
     for start in range(0, len(d), config.batch_size):
@@ -882,9 +906,11 @@ def picture_perception(policy: np.ndarray, data: np.ndarray, weights: dict[str, 
     figure, (left, right) = new_figure(4.2, 1, 2)
     a, z = np.linspace(0, 1, 201), np.linspace(*np.quantile(np.concatenate([policy, data]), [0.005, 0.995]), 400)
     for gamma, dash in zip(GAMMAS, DASHES):
-        right.plot(a, capacity(a, gamma), color="#000000", linestyle=dash, linewidth=1.4, label=f"as perceived, γ = {gamma}")
+        label = f"as perceived, γ = {gamma}"
+        right.plot(a, capacity(a, gamma), color="#000000", linestyle=dash, linewidth=1.4, label=label)
     right.plot(a, a, color=GREY, linestyle=":", linewidth=2, label=labels[OWN])
-    left.plot(z, np.searchsorted(np.sort(policy), z, side="right") / len(policy), color=GREY, linestyle=":", linewidth=2)
+    policy_below = np.searchsorted(np.sort(policy), z, side="right") / len(policy)
+    left.plot(z, policy_below, color=GREY, linestyle=":", linewidth=2)
     order, quantiles = np.argsort(data), np.quantile(policy, a)
     for (name, weight), colour, dash in zip(weights.items(), OKABE_ITO, DASHES):
         below = np.concatenate([[0], np.cumsum(weight[order])]) / max(weight.sum(), 1e-12)
@@ -916,7 +942,9 @@ def plot(flags: Plot) -> None:
     groups = {}
     for (label, _), runs in found.items():
         names = [Path(folder).name for folder in runs]
-        label = label or (names[0] if len(names) == 1 else os.path.commonprefix(names).rstrip("-_.0123456789") or names[0])
+        if len(names) > 1:
+            label = label or os.path.commonprefix(names).rstrip("-_.0123456789")
+        label = label or names[0]
         label += f" ({len(names)} seeds)" if len(names) > 1 else ""
         groups[label if label not in groups else f"{label}, {names[0]}"] = list(runs.values())
     measured = {key for runs in groups.values() for run in runs for line in run.values() for key in line}
@@ -927,13 +955,15 @@ def plot(flags: Plot) -> None:
 
 
 def read_metrics(path: Path) -> dict[int, dict]:
-    """A run's metrics by step, with what follows so far: seconds, those not spent on sampling (`time`), tokens/s (`speed`)."""
+    """A run's metrics by step, and sums so far: seconds, those not spent on sampling (`time`), tokens/s (`speed`)."""
     lines = {line["step"]: line for line in humanline.read_metrics(path / "metrics.jsonl")}
     if not lines:
         raise UserError(f"plot {path}: its metrics.jsonl has no step yet")
     seconds = sampling = tokens = 0.0
     for line in lines.values():
-        seconds, sampling, tokens = seconds + line["step_seconds"], sampling + line["sample_seconds"], tokens + line["tokens"]
+        seconds += line["step_seconds"]
+        sampling += line["sample_seconds"]
+        tokens += line["tokens"]
         line |= dict(seconds=seconds, time=seconds - sampling, sampling=sampling, speed=tokens / max(seconds, 1e-9))
     before = lines[min(lines)].get("accuracy_before")
     return lines if before is None else {0: dict(seconds=0.0, accuracy=before), **lines}
@@ -1025,7 +1055,8 @@ LOSSES = ("grpo", "dpo", "kto")
 DATA = {"its own samples": "--data embedded", "a worse model's": "--data embedded:worse",
         "a better model's": "--data embedded:better"}
 WORSE, NEVER, ONLINE = DATA["a worse model's"], "--no-humanline", "--sample-every 1"
-SIZE = {"grpo": "--batch-size 16", "dpo": "--batch-size 32", "kto": "--batch-size 64"}  # groups of 8, pairs, completions
+# Groups of 8, pairs, completions.
+SIZE = {"grpo": "--batch-size 16", "dpo": "--batch-size 32", "kto": "--batch-size 64"}
 # The best of what `--only tuning` tried, on seeds 101 to 104.
 TUNED = {
     "grpo": dict(offline="--lr 16e-4", humanline="--lr 8e-4 --sync-k 64 --max-grad-norm 0.25",
@@ -1050,7 +1081,7 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 
 
 class Runs:
-    """The runs that the experiments compare, by their flags. What has not been trained yet is noted, and answers with NaN.
+    """The runs that the experiments compare, by their flags. What has not been trained yet is noted, and gives NaN.
 
     A seed is of everything: the base, the data that it and its like drew, and the run.
     """
@@ -1071,7 +1102,7 @@ class Runs:
         return self.known.get(flags, {})
 
     def variant(self, loss: str, variant: str, data: str = "", more: str = "") -> str:
-        """The flags of a tuned variant: offline, humanline (offline too), online, both, or sparse (drawn every 64 steps)."""
+        """The flags of a tuned variant: offline, humanline (offline too), online, both, or sparse (every 64 steps)."""
         switches = {"offline": f"{data} {NEVER}", "humanline": data, "online": f"{ONLINE} {NEVER}", "both": ONLINE,
                     "sparse": "--sample-every 64"}
         return " ".join(f"--loss {loss} {SIZE[loss]} {switches[variant]} {TUNED[loss][variant]} {more}".split())
@@ -1079,7 +1110,9 @@ class Runs:
 
 def half(values: np.ndarray) -> float:
     """Half of the 95 % interval of a mean over seeds, by Student's t."""
-    return STUDENT.get(len(values), 1.96) * np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    if len(values) < 2:
+        return math.nan
+    return STUDENT.get(len(values), 1.96) * np.std(values, ddof=1) / math.sqrt(len(values))
 
 
 def spread(values: np.ndarray, digits: int = 3, sign: str = "") -> str:
@@ -1134,15 +1167,16 @@ def gap(runs: Runs) -> list[str]:
             rows.append([loss.upper(), name, *map(spread, (offline, ours, online)), both(loss),
                          spread(ours - offline, sign="+"), show_share(share)])
             if data == WORSE:
-                claim = f"{loss.upper()}, a worse model's data: humanline closes {show_share(share)} of the gap"
-                verdicts.append(holds(share[0] >= least and share[1] > excluded, f"{claim} (asked: {least:.0%}, the interval "
-                                      f"above {excluded:.0%})", undecided=share[2] > least))
+                claim = (f"{loss.upper()}, a worse model's data: humanline closes {show_share(share)} of the gap "
+                         f"(asked: {least:.0%}, the interval above {excluded:.0%})")
+                is_closed = share[0] >= least and share[1] > excluded
+                verdicts.append(holds(is_closed, claim, undecided=share[2] > least))
     return [markdown(rows), *verdicts]
 
 
 def times_as_long(runs: Runs, one: str, other: str, steps: tuple[int, ...]) -> str:
-    """The wall-clock time of `one` over that of `other` to the pass@1 that both reach, by seed; between two measurements
-    pass@1 is taken to rise evenly."""
+    """The wall-clock time of `one` over that of `other` to the pass@1 that both reach, by seed; between two
+    measurements pass@1 is taken to rise evenly."""
 
     def seconds(run: dict, target: float) -> float:
         points = [(0, run.get("before", math.nan))] + [(step, run.get(f"step {step}", math.nan)) for step in steps]
@@ -1159,7 +1193,8 @@ def times_as_long(runs: Runs, one: str, other: str, steps: tuple[int, ...]) -> s
 
 def sparse(runs: Runs) -> list[str]:
     """Samples drawn 64 times less often."""
-    rows = [["GRPO, samples drawn", "after 64 steps", "128", "192", "256", "against every step, paired", "seconds, drawing"]]
+    rows = [["GRPO, samples drawn", "after 64 steps", "128", "192", "256", "against every step, paired",
+             "seconds, drawing"]]
     every = runs.variant("grpo", "online")
     cases = {"every step": every, "every 64 steps": every.replace(ONLINE, "--sample-every 64"),
              "every 64 steps, humanline": runs.variant("grpo", "sparse")}
@@ -1195,14 +1230,15 @@ def warned(run: dict) -> int | None:
     return next((step for step, logp in enumerate(logps, 1) if collapse(logp)), None)
 
 
-def warned_in_time(found: list[dict]) -> str:
+def warned_in_time(runs: list[dict]) -> str:
     """Whether the trainer's warning comes before the fall: 80 % of those that fall, and at most 10 % of the others."""
-    told = [(falls(run), warned(run)) for run in found]
-    fell, stood = [pair for pair in told if pair[0] is not None], [pair for pair in told if pair[0] is None]
-    in_time, false = sum(step is not None and step <= fall for fall, step in fell), sum(step is not None for _, step in stood)
-    return holds(in_time >= 0.8 * len(fell) and false <= 0.1 * len(stood), "the trainer's warning comes before the fall: of "
-                 f"{len(fell)} runs that lost 0.05 of pass@1 from one measurement to a later one, {in_time} had been warned "
-                 f"of; of {len(stood)} others, {false}", undecided=len(fell) < 5)
+    steps = [(falls(run), warned(run)) for run in runs]
+    fell, stood = [pair for pair in steps if pair[0] is not None], [pair for pair in steps if pair[0] is None]
+    in_time = sum(warning is not None and warning <= fall for fall, warning in fell)
+    false = sum(warning is not None for _, warning in stood)
+    return holds(in_time >= 0.8 * len(fell) and false <= 0.1 * len(stood), "the trainer's warning comes before the "
+                 f"fall: of {len(fell)} runs that lost 0.05 of pass@1 from one measurement to a later one, {in_time} "
+                 f"had been warned of; of {len(stood)} others, {false}", undecided=len(fell) < 5)
 
 
 def syncing(runs: Runs) -> list[str]:
@@ -1223,7 +1259,8 @@ def syncing(runs: Runs) -> list[str]:
         rows.append([name, *(f"{spread(found[lr])} ({share[lr]:.0%})" if lr in tried else "" for lr in SURVEYED)])
         if len(tried) == len(SURVEYED):
             shares[name] = [*share.values()]
-    best = lambda kind: max((name for name in shares if name.startswith(kind)), key=lambda name: min(shares[name]), default="")
+    least = lambda name: min(shares[name])
+    best = lambda kind: max((name for name in shares if name.startswith(kind)), key=least, default="")
     k, tau = best("k = "), best("drift")
     verdict = holds(min(shares[tau]) >= 0.7 > min(shares[k]), "one τ serves every lr where no k does: the best, "
                     f"{tau}, closes at least {min(shares[tau]):.0%} of the gap at each, and the best of the k, {k}, "
@@ -1241,7 +1278,8 @@ def ablation(runs: Runs) -> list[str]:
     settings = {
         "neither": NEVER, "clip only": "--sync-k 0", "sync only (a trust region)": "--sync-k {k} --perception none",
         "sync and clip": "--sync-k {k}", "sync and rejection sampling": "--sync-k {k} --perception sample",
-        "sync, tuned for no clip": "{trust} --perception none", "soft sync and clip": "--sync-k {soft} --sync-alpha 0.5",
+        "sync, tuned for no clip": "{trust} --perception none",
+        "soft sync and clip": "--sync-k {soft} --sync-alpha 0.5",
         "clip to ±0.5": "--sync-k {k} --log-eps-p -0.5 --log-eps-r 0.5",
         "clip to [−0.5, 1.5]": "--sync-k {k} --log-eps-p -0.5"}
     found = {}
@@ -1249,15 +1287,16 @@ def ablation(runs: Runs) -> list[str]:
         for loss in LOSSES:
             k, lr = SYNCED[loss], re.sub(r"--sync-k \S+", "", TUNED[loss]["humanline"])
             how = flags.format(k=k, soft=max(1, k // 2), trust=TRUST[loss])
-            found[name, loss] = runs(f"--loss {loss} {SIZE[loss]} {WORSE} {how}" + (" " + lr if "--lr" not in how else ""))
+            how += "" if "--lr" in how else f" {lr}"
+            found[name, loss] = runs(f"--loss {loss} {SIZE[loss]} {WORSE} {how}")
         rows.append([name] + [spread(found[name, loss]) for loss in LOSSES])
     verdicts = []
     for loss in LOSSES:
         parts = ("sync only (a trust region)", "clip only", "sync and clip")
         sync, clip, both = (found[name, loss] - found["neither", loss] for name in parts)
-        verdicts.append(holds(np.mean(sync) > np.mean(clip), f"{loss.upper()}: syncing gives most of the gain (sync only "
-                              f"{spread(sync, sign='+')}, clip only {spread(clip, sign='+')}, both "
-                              f"{spread(both, sign='+')}, paired)",
+        claim = (f"{loss.upper()}: syncing gives most of the gain (sync only {spread(sync, sign='+')}, clip only "
+                 f"{spread(clip, sign='+')}, both {spread(both, sign='+')}, paired)")
+        verdicts.append(holds(np.mean(sync) > np.mean(clip), claim,
                               undecided=abs(np.mean(sync - clip)) < half(sync - clip)))
     return [markdown(rows), *verdicts]
 
@@ -1267,14 +1306,15 @@ def betas(runs: Runs) -> list[str]:
     rows = [["offline data of a worse model", *(f"β = {beta}" for beta in (0.03, 0.1, 0.3))]]
     for loss in ("dpo", "kto"):
         for variant, name in (("offline", ""), ("humanline", " + humanline")):
-            more = ["--beta 0.03", "", "--beta 0.3"]
-            rows.append([loss.upper() + name, *(spread(runs(runs.variant(loss, variant, WORSE, beta))) for beta in more)])
+            tried = [runs.variant(loss, variant, WORSE, more) for more in ("--beta 0.03", "", "--beta 0.3")]
+            rows.append([loss.upper() + name, *(spread(runs(flags)) for flags in tried)])
     return [markdown(rows)]
 
 
 def quality(runs: Runs) -> list[str]:
     """Does the mean token log-prob of offline data predict how well offline + humanline does?"""
-    rows = [["GRPO with humanline, quartile of mean token log-prob", "nats/token", "drawn by worse, base, better", "pass@1"]]
+    rows = [["GRPO with humanline, quartile of mean token log-prob", "nats/token", "drawn by worse, base, better",
+             "pass@1"]]
     means, after = [], []
     for number, parts in enumerate(zip(*runs.quartiles), 1):  # of each seed's base
         path = parts[0][0]
@@ -1285,8 +1325,9 @@ def quality(runs: Runs) -> list[str]:
                      " ".join(f"{share:.0%}" for share in origins), spread(found)])
     away = np.array(means) - np.mean(means)
     slope = away @ np.array(after) / max(away @ away, 1e-12)  # least squares, for each seed
-    return [markdown(rows), holds(np.mean(slope) - half(slope) > 0, "likelier data is better data: "
-                                  f"{spread(slope, sign='+')} of pass@1 per nat", undecided=np.mean(slope) + half(slope) > 0)]
+    claim = f"likelier data is better data: {spread(slope, sign='+')} of pass@1 per nat"
+    undecided = np.mean(slope) + half(slope) > 0
+    return [markdown(rows), holds(np.mean(slope) - half(slope) > 0, claim, undecided)]
 
 
 def long(runs: Runs) -> list[str]:
@@ -1302,7 +1343,8 @@ def long(runs: Runs) -> list[str]:
     online = runs(found["online"])
     share = closed(runs(found["offline, a worse model's"]), runs(found["offline, a worse model's, humanline"]), online)
     against = runs(found["every 64 steps, humanline"]) - online
-    ratios = [times_as_long(runs, found["online"], found[name], (64, 128)) for name in found if name.endswith("humanline")]
+    ratios = [times_as_long(runs, found["online"], flags, (64, 128))
+              for name, flags in found.items() if name.endswith("humanline")]
     return [markdown(rows),
             holds(share[0] >= 0.8 and share[1] > 0.4, f"offline + humanline closes {show_share(share)} of the gap",
                   undecided=share[2] > 0.8),
@@ -1319,7 +1361,7 @@ def tuning(runs: Runs) -> list[str]:
     first = Runs(runs.seeds[:2], runs.known, runs.wanted)
 
     def search(name: str, common: str, tried: list[str]) -> str:
-        """The best of `tried` on the first seeds, and that with a lower gradient norm; of these the best two on all seeds."""
+        """The best of `tried` on the first seeds, and that with a lower gradient norm; the best two of these on all."""
 
         def ranked(runs: Runs, tried: list[str]) -> list[str]:  # none as long as there are runs to make
             after = {flags.strip(): runs(f"{common} {flags.strip()}").mean() for flags in tried}
@@ -1328,7 +1370,8 @@ def tuning(runs: Runs) -> list[str]:
         if best := ranked(first, tried):
             best = ranked(first, [*best, f"{best[0]} --max-grad-norm {GRID['norm']}"])
         best = ranked(runs, best[:2])
-        rows.extend([name, f"`{flags}`", " ".join(f"{value:.3f}" for value in runs(f"{common} {flags}"))] for flags in best)
+        for flags in best:
+            rows.append([name, f"`{flags}`", " ".join(f"{value:.3f}" for value in runs(f"{common} {flags}"))])
         return best[0] if best else ""
 
     for loss in LOSSES:
@@ -1338,7 +1381,8 @@ def tuning(runs: Runs) -> list[str]:
         best = search(f"{loss.upper()}, humanline", f"{common} {WORSE}", each(*GRID[loss]))
         search(f"{loss.upper()}, online", f"{common} {ONLINE} {NEVER}", each(""))
         if best:
-            search(f"{loss.upper()}, online + humanline", f"{common} {ONLINE}", each(re.search(r"--sync-\S+ \S+", best)[0]))
+            best_sync = re.search(r"--sync-\S+ \S+", best)[0]
+            search(f"{loss.upper()}, online + humanline", f"{common} {ONLINE}", each(best_sync))
         search(f"{loss.upper()}, a sync without a clip", f"{common} {WORSE} --perception none",
                each(*(how for how in GRID[loss] if how != "--sync-k 0")))
         if loss == "grpo":
@@ -1346,9 +1390,9 @@ def tuning(runs: Runs) -> list[str]:
             search("GRPO, drawn every 64 steps, humanline", f"{common} --sample-every 64",
                    each("--sync-k 8", "--sync-k 24", "--sync-k 64"))
     for name, more in (("offline", ""), ("drawn every 64 steps", "--sample-every 64 ")):
-        tried = {k: first(f"{LONG} {more}--sync-k {k}") for k in (24, 64)}
-        rows += [[f"GRPO, the longer task, {name}, humanline", f"`--sync-k {k}`", " ".join(f"{value:.3f}" for value in values)]
-                 for k, values in tried.items()]
+        for k in (24, 64):
+            values = " ".join(f"{value:.3f}" for value in first(f"{LONG} {more}--sync-k {k}"))
+            rows.append([f"GRPO, the longer task, {name}, humanline", f"`--sync-k {k}`", values])
     return [markdown(rows)]
 
 
@@ -1357,31 +1401,32 @@ QUICK = ("gap", "sparse")
 
 
 def quartiles(home: Path, seed: int) -> list[tuple[str, float, list[float]]]:
-    """Four files, by mean token log-prob under a seed's base, of all offline completions that differ in score in their group.
+    """Four files of all offline groups with different scores, by their mean token log-prob under a seed's base.
 
-    Returns for each its path, SEED in place of the seed, the mean of its groups' mean token log-probs, and how much of it each
-    model drew; not numbers where `make_quartiles` has not made them yet.
+    Returns for each its path, SEED in place of the seed, the mean of its groups' mean token log-probs, and how much of
+    it each model drew; not numbers where `make_quartiles` has not made them yet.
     """
     index = home / f"quartiles-{seed}.json"
-    told = json.loads(index.read_text()) if index.exists() else [(math.nan, [math.nan] * 3)] * 4
-    return [(str(home / f"quartile-{number}-of-SEED.jsonl"), mean, origins) for number, (mean, origins) in enumerate(told, 1)]
+    parts = json.loads(index.read_text()) if index.exists() else [(math.nan, [math.nan] * 3)] * 4
+    return [(str(home / f"quartile-{number}-of-SEED.jsonl"), mean, origins)
+            for number, (mean, origins) in enumerate(parts, 1)]
 
 
 def make_quartiles(home: Path, seed: int) -> None:
-    """Score the data of the three models, sort it and write it in four parts."""
+    """Compute the log-probs of the three models' data, sort it by them and write it in four parts."""
     sampler, groups = load("embedded", humanline.parse_config([]), scored=False), []
     for origin, name in enumerate(("embedded:worse", "embedded", "embedded:better")):
         rows = [row for row in humanline.read_rows(name, sampler.config, "--data") if len(set(row.rewards)) > 1]
-        scored = token_logps(sampler, encode(sampler, rows, offline=True))
-        groups += [(float(np.concatenate(one).mean()), origin, row.fields) for one, row in zip(scored, rows)]
+        logps = token_logps(sampler, encode(sampler, rows, offline=True))
+        groups += [(float(np.concatenate(values).mean()), origin, row.fields) for values, row in zip(logps, rows)]
     groups.sort(key=lambda group: group[0])
-    told = []
+    described = []
     for part, (path, *_) in zip(np.array_split(np.arange(len(groups)), 4), quartiles(home, seed)):
         members = [groups[i] for i in part]
         write(Path(path.replace("SEED", str(seed))), json_lines(fields for _, _, fields in members))
         origins = [np.mean([origin == i for _, origin, _ in members]) for i in range(3)]
-        told.append((np.mean([mean for mean, *_ in members]), origins))
-    write(home / f"quartiles-{seed}.json", json.dumps(told))
+        described.append((np.mean([mean for mean, *_ in members]), origins))
+    write(home / f"quartiles-{seed}.json", json.dumps(described))
 
 
 def sources_of(chosen: Iterable[str], quick: bool) -> list[str]:
@@ -1428,24 +1473,26 @@ def run_file(flags: str, home: Path) -> Path:
 
 
 def train_once(flags: str, home: Path) -> dict:
-    """A run of humanline.py, or what the cache knows of it: pass@1 before, after and at some steps; seconds; its metrics."""
+    """A run of humanline.py, or what the cache has of it: pass@1 before, after and at some steps; seconds; metrics."""
     path = run_file(flags, home)
     if not path.exists():
         with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, \
                 contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             config = humanline.parse_config([*shlex.split(flags), "--out", f"{folder}/run"])
-            with base_of(config.seed), contextlib.suppress(FloatingPointError):  # a run that diverged ends with nothing right
+            # A run that diverged ends with nothing right.
+            with base_of(config.seed), contextlib.suppress(FloatingPointError):
                 if humanline.train(config).stopped_at:
                     raise UserError("interrupted; the same command goes on where it was")
             lines = humanline.read_metrics(Path(folder, "run", "metrics.jsonl"))
-        curve = {step: 0.0 for step in (*range(0, config.steps, config.eval_every or config.steps), config.steps) if step}
+        measured_at = [*range(0, config.steps, config.eval_every or config.steps)][1:] + [config.steps]
+        curve = dict.fromkeys(measured_at, 0.0)
         curve |= {line["step"]: line["accuracy"] for line in lines if "accuracy" in line}
-        kept = ("drift", "unclamped", "kl", "grad_norm", "logp", "logp_wanted", "reward_margin")
-        shown = {name: [float(f"{line[name]:.4g}") if name in line else None for line in lines] for name in kept}
+        names = ("drift", "unclamped", "kl", "grad_norm", "logp", "logp_wanted", "reward_margin")
+        shown = {name: [float(f"{line[name]:.4g}") if name in line else None for line in lines] for name in names}
         drawing, training = (sum(line[name] for line in lines) for name in ("sample_seconds", "step_seconds"))
-        found = dict(flags=flags, before=lines[0]["accuracy_before"], after=curve[config.steps], drawing=drawing,
-                     training=training, metrics=shown)
-        write(path.with_suffix(".new"), json.dumps(found | {f"step {step}": value for step, value in curve.items()}))
+        outcome = dict(flags=flags, before=lines[0]["accuracy_before"], after=curve[config.steps], drawing=drawing,
+                       training=training, metrics=shown)
+        write(path.with_suffix(".new"), json.dumps(outcome | {f"step {step}": value for step, value in curve.items()}))
         path.with_suffix(".new").rename(path)
     return json.loads(path.read_text())
 
@@ -1477,7 +1524,8 @@ def start_worker() -> None:
 def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str], quality: bool) -> dict[str, dict]:
     """What came out of the wanted runs, by their flags; those that the cache lacks are trained, each on one thread."""
     seed = lambda run: int(run.split("--seed ")[1])
-    missing = sorted((run for run in wanted if not run_file(run, home).exists()), key=seed)  # runs on the same data in a row
+    missing = [run for run in wanted if not run_file(run, home).exists()]
+    missing.sort(key=seed)  # runs on the same data in a row
     if missing:
         pool = ProcessPoolExecutor(jobs or os.cpu_count(), multiprocessing.get_context("spawn"), start_worker)
         try:
@@ -1499,7 +1547,8 @@ def reproduce(flags: Reproduce) -> None:
     experiments, chosen = EXPERIMENTS | {"tuning": tuning}, flags.only or (QUICK if flags.quick else tuple(EXPERIMENTS))
     home = Path(humanline.embedded("embedded:test", "data")).parents[1] / f"runs-{recipes_key()}"
     home.mkdir(exist_ok=True)
-    seeds = [101, 102, 103, 104] if "tuning" in chosen else list(range(1, 1 + (flags.seeds or (2 if flags.quick else 5))))
+    count = flags.seeds or (2 if flags.quick else 5)
+    seeds = [101, 102, 103, 104] if "tuning" in chosen else list(range(1, 1 + count))
     known: dict[str, dict] = {}
     while True:  # what was found may ask for more, as the tuning does
         runs = Runs(seeds, known)
@@ -1509,10 +1558,11 @@ def reproduce(flags: Reproduce) -> None:
             break
         known = train_all(list(runs.wanted), home, flags.jobs, sources_of(chosen, flags.quick), "quality" in chosen)
     verdicts = sum(line.startswith("- **") for lines in report.values() for line in lines)
-    asked = ["--quick"] * flags.quick + ["--only", *chosen] * bool(flags.only) + [f"--seeds {flags.seeds}"] * bool(flags.seeds)
-    text = [f"# humanline, re-run\n\n`{' '.join(['python eval.py reproduce', *asked])}`: {len(runs.wanted)} runs, "
-            f"seeds {seeds[0]} to {seeds[-1]}, each with a base of its own. Mean ± half of the 95 % interval over seeds; "
-            f"differences are paired by seed. {verdicts} verdicts, not corrected for their number."]
+    command = ["python eval.py reproduce"] + ["--quick"] * flags.quick
+    command += ["--only", *chosen] * bool(flags.only) + [f"--seeds {flags.seeds}"] * bool(flags.seeds)
+    text = [f"# humanline, re-run\n\n`{' '.join(command)}`: {len(runs.wanted)} runs, seeds {seeds[0]} to {seeds[-1]}, "
+            "each with a base of its own. Mean ± half of the 95 % interval over seeds; differences are paired by "
+            f"seed. {verdicts} verdicts, not corrected for their number."]
     for name, lines in report.items():
         text.append(f"## {experiments[name].__doc__.rstrip('.')}\n\n" + "\n\n".join(lines).replace("\n\n- ", "\n- "))
     write(out, "\n\n".join(text) + "\n")
@@ -1533,8 +1583,8 @@ def picture_report(runs: Runs, syncing: bool, path: Path) -> None:
             left.bar(place, value.mean(), 0.24, color=colour, label=label if x == 0 else None)
         left.plot(places, values, "-o", color="black", markersize=2, linewidth=0.5)  # a line for each seed
     left.axhline(runs(runs.variant("grpo", "online"), "before").mean(), color=GREY, linestyle=":")
-    left.set(title="data of a worse model", xticks=range(3), xticklabels=[loss.upper() for loss in LOSSES], ylim=(0.3, 1),
-             ylabel="pass@1")
+    left.set(title="data of a worse model", xticks=range(3), xticklabels=[loss.upper() for loss in LOSSES],
+             ylim=(0.3, 1), ylabel="pass@1")
     every = runs.variant("grpo", "online")
     for flags, colour, dash in ((every, 2, "-"), (every.replace(ONLINE, "--sample-every 64"), 0, "--"),
                                 (runs.variant("grpo", "sparse"), 1, "-")):
@@ -1545,9 +1595,10 @@ def picture_report(runs: Runs, syncing: bool, path: Path) -> None:
     for axis in rest:
         ticks = [*SURVEYED["5e-4"][::-1], 0]
         for (lr, ks), colour in zip(SURVEYED.items(), (3, 4, 5)):
-            values = {k: runs(f"--loss grpo {SIZE['grpo']} {WORSE} --sync-k {k} --lr {lr}").mean() for k in (*ks[::-1], 0)}
-            axis.plot([*map(ticks.index, values)], [*values.values()], color=OKABE_ITO[colour], marker="o", markersize=3,
-                      label=f"lr {float(lr):g}")
+            flags = f"--loss grpo {SIZE['grpo']} {WORSE} --sync-k {{k}} --lr {lr}"
+            values = {k: runs(flags.format(k=k)).mean() for k in (*ks[::-1], 0)}
+            axis.plot([*map(ticks.index, values)], [*values.values()], color=OKABE_ITO[colour], marker="o",
+                      markersize=3, label=f"lr {float(lr):g}")
         axis.set(title="GRPO offline, sync\nevery k steps (∞: never)", xlabel="k", xticks=range(len(ticks)),
                  ylim=(0.3, 1), xticklabels=[*map(str, ticks[:-1]), "∞"])
         axis.legend(frameon=False, fontsize=8, loc="lower left")

@@ -430,18 +430,19 @@ def train(config: Config) -> "Run":
                 reference.after_rollouts(step)
 
             # The batch, with its reference log-probs. The first reference is the initial policy.
-            if step == 1:
-                reference.start()
+            if step == 1 and (reference.syncs or not config.sample_every):
+                reference.sync(0)
             batch = run.batches.take(step)
             reference.attach_logps(batch)
 
             # Forward, perceive, loss, backward, a microbatch at a time: right below.
-            report = forward_backward(policy, batch, config)
+            report = fit_memory(lambda: forward_backward(policy, batch, config), config)
 
             # Clip, sync, step, in this order: the reference is the policy of the previous step.
             grad_norm = float(full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)))
             run.stop_unless_finite(batch, report["loss"], grad_norm)
-            if reference.is_due(step, report["drift"]):
+            k, most_drift = config.sync_k, config.sync_drift
+            if (k and step % k == 0) or (most_drift and report["drift"] > most_drift):
                 reference.sync(step)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, config)
@@ -471,34 +472,38 @@ def train(config: Config) -> "Run":
 def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str, float]:
     """Fill the parameters' .grad with the gradient of the batch's mean loss; returns what the step reports. All means
     are over the global batch, so that microbatches and ranks change nothing."""
-    loss = LOSSES[config.loss]
+    loss, device = LOSSES[config.loss], policy.device
     kl = kto_reference_point(policy, batch, config) if loss.needs_mismatched else None
     if config.perception == "sample":
         draw_rejections(policy, batch, config)
+    policy.zero_grad()  # of an attempt that ran out of memory
     names = "loss unclamped drift kl logp logp_wanted chosen rejected".split()
-
-    def backward() -> Tensor:
-        policy.zero_grad()  # of an attempt that ran out of memory
-        sums = torch.zeros(len(names), dtype=torch.float64, device=policy.device)  # of this rank
-        for microbatch in cut(batch.sequences, config):
-            log_ratio, mask, logps = log_ratios(policy, microbatch, config)  # forward
-            perceived, passes = perceive(log_ratio, microbatch, config)
-            inputs = loss_inputs(log_ratio, perceived, microbatch, kl)
-            if microbatch:
-                mean_loss = share_of_mean(loss.compute(inputs, config), mask, batch, config)
-            else:  # sharded, a rank without work goes along
-                mean_loss = log_ratio.sum()
-            (mean_loss * world_size() if config.shard else mean_loss).backward()  # FSDP takes the ranks' mean
-            with torch.no_grad():
-                chosen, gain = inputs.is_chosen, config.beta * perceived.sum(-1)
-                sums += torch.stack([
-                    mean_loss, (passes & mask).sum(), log_ratio.abs().sum(), token_kl(log_ratio).sum(), logps.sum(),
-                    logps[chosen].sum(), gain[chosen].sum(), gain[~chosen].sum()]).double()
-        sum_gradients(policy, config)
-        return sums
-
-    sums = dict(zip(names, sum_over_ranks(fit_memory(backward, config)).tolist()))
-    return step_report(batch, sums, kl, config)
+    sums = torch.zeros(len(names), dtype=torch.float64, device=device)  # of this rank
+    for microbatch in cut(batch.sequences, config):
+        log_ratio, mask, logps = log_ratios(policy, microbatch, config)  # forward
+        perceived, passes = perceive(log_ratio, microbatch, config)
+        sequences = microbatch or [Sequence([], [])]
+        chosen = torch.tensor([s.is_chosen for s in sequences], device=device)
+        advantages = torch.tensor([s.advantage for s in sequences], device=device)
+        weights = torch.tensor([s.weight for s in sequences], device=device)
+        if microbatch:
+            losses = loss.compute(LossInputs(log_ratio, perceived, advantages, chosen, weights, kl), config)
+            mean_loss = share_of_mean(losses, mask, batch, config)
+        else:  # sharded, a rank without work goes along
+            mean_loss = log_ratio.sum()
+        (mean_loss * world_size() if config.shard else mean_loss).backward()  # FSDP takes the ranks' mean
+        with torch.no_grad():
+            gain = config.beta * perceived.sum(-1)
+            sums += torch.stack([
+                mean_loss, (passes & mask).sum(), log_ratio.abs().sum(), token_kl(log_ratio).sum(), logps.sum(),
+                logps[chosen].sum(), gain[chosen].sum(), gain[~chosen].sum()]).double()
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    for p in parameters:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    if world_size() > 1 and not config.shard:  # sharded, FSDP has added them up in its backward pass
+        for pending in [dist.all_reduce(p.grad, async_op=True) for p in parameters]:
+            pending.wait()
+    return step_report(batch, dict(zip(names, sum_over_ranks(sums).tolist())), kl, config)
 
 def log_ratios(policy: Module, sequences: list[Sequence], config: Config) -> tuple[Tensor, Tensor, Tensor]:
     """d = log π_θ - log π_ref: (N, T), 0 outside the completions; the (N, T) mask; log π_θ (N, T)."""
@@ -518,29 +523,21 @@ def perceive(log_ratio: Tensor, sequences: list[Sequence], config: Config) -> tu
         return torch.where(rejected, log_ratio.detach(), log_ratio), ~rejected
     return log_ratio, torch.ones_like(log_ratio, dtype=torch.bool)
 
-def loss_inputs(log_ratio: Tensor, perceived: Tensor, microbatch: list[Sequence], kl: Tensor | None) -> LossInputs:
-    """The tensors that a loss sees of a microbatch."""
-    sequences, device = microbatch or [Sequence([], [])], log_ratio.device
-    advantages = torch.tensor([s.advantage for s in sequences], device=device)
-    weights = torch.tensor([s.weight for s in sequences], device=device)
-    is_chosen = torch.tensor([s.is_chosen for s in sequences], device=device)
-    return LossInputs(log_ratio, perceived, advantages, is_chosen, weights, kl)
-
 def share_of_mean(losses: Tensor, mask: Tensor, batch: "Batch", config: Config) -> Tensor:
     """A microbatch's share of the mean loss of the whole batch, whose counts it is divided by."""
     if losses.dim() == 1:  # a loss for each pair or example
         return losses.sum() / (len(batch.sequences) / (2 if LOSSES[config.loss].unit == "pair" else 1))
     if config.average == "sequence":
         return ((losses * mask).sum(-1) / mask.sum(-1)).sum() / len(batch.sequences)
-    return (losses * mask).sum() / batch.tokens
+    return (losses * mask).sum() / sum(len(s.completion) for s in batch.sequences)
 
 def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, config: Config) -> dict[str, float]:
     """What the metrics say of a step, from sums over the global batch: means over all completion tokens, but for
     `logp_wanted`, over those of the chosen, desirable or better completions, and `reward_margin`, the mean β Σ d̃ of
     the chosen completions less that of the others."""
-    tokens, chosen = max(1, batch.tokens), [s for s in batch.sequences if s.is_chosen]
-    report = dict(loss=sums["loss"], tokens=batch.tokens)
-    report |= {name: sums[name] / tokens for name in ("unclamped", "drift", "kl", "logp")}
+    tokens, chosen = sum(len(s.completion) for s in batch.sequences), [s for s in batch.sequences if s.is_chosen]
+    report = dict(loss=sums["loss"], tokens=tokens)
+    report |= {name: sums[name] / max(1, tokens) for name in ("unclamped", "drift", "kl", "logp")}
     if chosen:
         report["logp_wanted"] = sums["logp_wanted"] / sum(len(s.completion) for s in chosen)
     if LOSSES[config.loss].unit != "group":
@@ -607,7 +604,7 @@ class Run:
 
         self.policy, tokenizer = load_policy(config, device)
         self.sampler = Sampler(self.policy, tokenizer, config)
-        groups = repeat(encode_rows(self.rows, self.sampler), self.rows, config.seed)
+        groups = encode_rows(self.rows, self.sampler)
         largest = max(token for group in groups for ids in (group.prompt, *group.completions) for token in ids)
         require(largest < len(self.policy.get_input_embeddings().weight),
                 f"--model {config.model}: its tokenizer makes tokens that the model does not know; use the model's own")
@@ -951,7 +948,7 @@ def read_rows(name: str, config: Config, flag: str) -> list[Row]:
         require(comparable, f"{row.where}: a group of 1; a scored group needs two completions or more")
     return rows
 
-def read_table(name: str, source: str) -> Iterable[dict]:
+def read_table(name: str, source: str) -> Iterator[dict]:
     """The rows of NAME[:[CONFIG:]SPLIT] as they stand: JSON lines by `json`, anything else by `datasets`."""
     name = embedded(name, "data") if source_name(name) == "embedded" else name
     path, *rest = [name] if Path(name).exists() else name.split(":")
@@ -959,25 +956,23 @@ def read_table(name: str, source: str) -> Iterable[dict]:
     require(not kind or Path(path).exists(), f"{source}: no such file")
     require(not kind or Path(path).stat().st_size, f"{source}: no rows; the file is empty")
     if Path(path).suffix == ".jsonl":
-        return read_json_lines(path, source)
-    import datasets
-    datasets.disable_progress_bars()
-    advice = f"name a file, a folder, or a data set of the hub{download_advice(path, ' --repo-type dataset')}"
-    with explained(source, f"is it really {kind}?" if kind else advice):
-        if kind:
-            return datasets.load_dataset(kind, data_files={split: path}, split=split)
-        return datasets.load_dataset(path, *rest[:-1], split=split)
-
-def read_json_lines(path: str, source: str) -> Iterator[dict]:
-    """The objects of a file, a line each; raises UserError for the first line that is none."""
-    with open(path, "rb") as lines:
-        for number, line in enumerate(filter(bytes.strip, lines), 1):
+        for number, line in enumerate(filter(bytes.strip, open(path, "rb")), 1):
             try:
                 fields = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{source} row {number}: not JSON: {error}") from None
             require(isinstance(fields, dict), f"{source} row {number}: not a JSON object")
             yield fields
+        return
+    import datasets
+    datasets.disable_progress_bars()
+    advice = f"name a file, a folder, or a data set of the hub{download_advice(path, ' --repo-type dataset')}"
+    with explained(source, f"is it really {kind}?" if kind else advice):
+        if kind:
+            table = datasets.load_dataset(kind, data_files={split: path}, split=split)
+        else:
+            table = datasets.load_dataset(path, *rest[:-1], split=split)
+    yield from table
 
 # Our names for what data sets call otherwise: Alpaca, MATH, GSM8K, UltraFeedback-ArmoRM, HALOs. For others add a line.
 PUBLISHED = (
@@ -1075,27 +1070,16 @@ def read_completion(value: Any, key: str, where: str) -> str:
     require(role == "assistant", f"{where}: '{key}' ends in a message of the {role}; it must end in the assistant's")
     return message["content"]
 
-def encode_prompts(tokenizer: Any, prompts: list[list[dict]], answered: bool = False) -> list[list[int]]:
-    """Token ids of prompts, by the chat template or as plain text, up to where the completion begins; with `answered`
-    up to the end of the answers that they hold."""
-    if tokenizer.chat_template:
-        texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=not answered)
-        return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template writes BOS itself
-    encoded = tokenizer(["\n\n".join(message["content"] for message in prompt) for prompt in prompts])["input_ids"]
-    if not answered:  # some tokenizers put an end behind every text
-        encoded = [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in encoded]
-    return encoded
-
 def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", online: bool | None = None) -> list[Group]:
-    """Rows -> groups of token ids; over-long prompts and completions are dropped, and counted in one warning. online:
-    completions are to be drawn, by default as --sample-every says."""
+    """Rows -> groups of token ids, each as often as its row comes in one pass over the data. Over-long prompts and
+    completions are dropped. online: completions are to be drawn, by default as --sample-every says."""
     config, tokenizer, end, longest = sampler.config, sampler.tokenizer, sampler.stops[0], sampler.longest
     online = bool(config.sample_every) if online is None else online
     with explained(f"{flag}: the model's chat template refuses a prompt", "change the prompts, or leave out --system"):
         prompts = encode_prompts(tokenizer, [row.prompt for row in rows])
     texts = [text for row in rows for text in row.completions]
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
-    groups, long_prompts, long_completions = [], 0, 0
+    groups, long_prompts, long_completions, chance = [], 0, 0, random.Random(config.seed)
     for number, (row, prompt) in enumerate(zip(rows, prompts)):
         completions = [[*itertools.takewhile(lambda token: token != end, next(encoded)), end] for _ in row.completions]
         require(prompt, f"{row.where}: the tokenizer makes no tokens of the prompt; is it the model's own?")
@@ -1111,20 +1095,24 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
         long_completions += len(completions) - len(short)
         if len(short) == len(completions) or len(short) > 1 or online:
             completions, rewards = [completions[i] for i in short], [row.rewards[i] for i in short]
-            groups.append(Group(number, prompt, completions, rewards, row.labelled))
+            times = int(row.passes) + (chance.random() < row.passes % 1)  # a fraction is that share of the groups
+            groups += itertools.repeat(Group(number, prompt, completions, rewards, row.labelled), times)
     if long_prompts or long_completions:
         dropped = f"{long_prompts} prompts and {long_completions} completions"
         warn(f"{flag}: dropped {dropped} as over-long; see --max-length")
     require(groups, f"{flag}: every row is over-long; raise --max-length or --max-prompt-length")
     return groups
 
-def repeat(groups: list[Group], rows: list[Row], seed: int) -> list[Group]:
-    """Each group as often as its row comes in one pass over the data; a fraction is that share of the groups."""
-    chance, repeated = random.Random(seed), []
-    for group in groups:
-        passes = rows[group.row].passes
-        repeated += itertools.repeat(group, int(passes) + (chance.random() < passes % 1))
-    return repeated
+def encode_prompts(tokenizer: Any, prompts: list[list[dict]], answered: bool = False) -> list[list[int]]:
+    """Token ids of prompts, by the chat template or as plain text, up to where the completion begins; with `answered`
+    up to the end of the answers that they hold."""
+    if tokenizer.chat_template:
+        texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=not answered)
+        return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template writes BOS itself
+    encoded = tokenizer(["\n\n".join(message["content"] for message in prompt) for prompt in prompts])["input_ids"]
+    if not answered:  # some tokenizers put an end behind every text
+        encoded = [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in encoded]
+    return encoded
 
 @dataclass
 class Batch:
@@ -1135,11 +1123,6 @@ class Batch:
     mismatched: list[Sequence]  # KTO: prompts with another prompt's completion, for z₀
     reward: float | None  # mean reward of all completions behind the batch, where they have rewards
 
-    @property
-    def tokens(self) -> int:
-        """Completion tokens of the whole batch, over all ranks."""
-        return sum(len(sequence.completion) for sequence in self.sequences)
-
 class Batches:
     """The batches of a run, in order. Offline they are a function of the step; online they are made of rollouts.
     `pending` holds those that are made and not yet trained on."""
@@ -1147,6 +1130,7 @@ class Batches:
     def __init__(self, config: Config, groups: list[Group], longest: int):
         self.config, self.groups, self.longest, self.loss = config, groups, longest, LOSSES[config.loss]
         self.pending: deque[Batch] = deque()
+        self.orders: dict[int, list[int]] = {}  # of the present epoch
         self.made_until = 0  # the last step whose batch has been made
         self.rollouts_until = 0  # online: the last step whose completions have been drawn
         # A prompt gives one unit, or where units are examples as many as its group has.
@@ -1163,18 +1147,21 @@ class Batches:
             self.loss.set_weights([sequence for unit, _ in self.units for sequence in unit], config)
             self.steps_per_epoch = max(1, len(self.units) // config.batch_size)
 
+    def next_prompts(self, step: int) -> list[Group]:
+        """Online: the prompts of the steps from `step` to the next drawing."""
+        steps = range(step, min(step + self.config.sample_every, self.config.steps + 1))
+        return [group for step in steps for group in self.choose(self.groups, step, self.prompts_per_step)]
+
     def choose(self, pool: list, step: int, count: int) -> list:
         """The step's `count` members of `pool`; each epoch goes through it in an order of its own."""
         chosen = []
         for position in range((step - 1) * count, step * count):
             epoch, place = divmod(position, len(pool))
-            chosen.append(pool[shuffled(len(pool), seed_for(self.config.seed, "order", epoch))[place]])
+            if epoch not in self.orders:
+                generator = torch.Generator().manual_seed(seed_for(self.config.seed, "order", epoch))
+                self.orders = {epoch: torch.randperm(len(pool), generator=generator).tolist()}
+            chosen.append(pool[self.orders[epoch][place]])
         return chosen
-
-    def next_prompts(self, step: int) -> list[Group]:
-        """Online: the prompts of the steps from `step` to the next drawing."""
-        steps = range(step, min(step + self.config.sample_every, self.config.steps + 1))
-        return [group for step in steps for group in self.choose(self.groups, step, self.prompts_per_step)]
 
     def add_rollouts(self, rollouts: list[Group], step: int) -> None:
         """Online: make the batches from `step` on of the rollouts of `next_prompts(step)`."""
@@ -1214,10 +1201,6 @@ class Batches:
 def mean(values: Iterable[float]) -> float:
     return sum(values) / len(values)
 
-@functools.lru_cache(1)
-def shuffled(size: int, seed: int) -> list[int]:
-    return torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
-
 # ---------- Rollouts --------------------------------------------------------------------------------------------------
 # Completions drawn from the policy, with their rewards.
 
@@ -1241,7 +1224,9 @@ class Sampler:
         """`size` completions with rewards for each prompt. The ranks share the calls of `generate`, and reward one
         call's completions while the next are drawn. The draws are a function of --seed and `step`."""
         repeated = [group for group in prompts for _ in range(size)]
-        calls = self.plan_calls([group.prompt for group in repeated])
+        most = math.ceil(len(repeated) / world_size())
+        packed = pack([len(group.prompt) + self.config.max_new_tokens for group in repeated], self.config.sample_tokens)
+        calls = [call[start : start + most] for call in packed for start in range(0, len(call), most)]  # for all ranks
         numbers = range(rank(), len(calls), world_size())
         if self.config.shard:  # all ranks must call equally often: the surplus changes nothing
             rounds = math.ceil(len(calls) / world_size())
@@ -1263,13 +1248,6 @@ class Sampler:
             drawn = [results[i] for i in range(number * size, (number + 1) * size)]
             rollouts.append(Group(group.row, group.prompt, [ids for ids, _ in drawn], [reward for _, reward in drawn]))
         return rollouts
-
-    def plan_calls(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Which prompts each call of `generate` gets: like lengths together, cut by tokens, and work for all ranks."""
-        most = math.ceil(len(prompts) / world_size())
-        widths = [len(prompt) + self.config.max_new_tokens for prompt in prompts]
-        packed = pack(widths, self.config.sample_tokens)
-        return [call[start : start + most] for call in packed for start in range(0, len(call), most)]
 
     def compute_rewards(self, completions: list[list[int]], rows: list[Row]) -> list[float]:
         """The reward of each completion, of its text."""
@@ -1361,13 +1339,21 @@ class Reward:
     def __call__(self, prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
         """Where rewarding all of them together fails, each is rewarded alone; what still fails, or is no finite number,
         gets --reward-failed. One warning counts them."""
-        values, reasons = [], []
-        if self.name != "math":  # a hard formula costs its own sample alone
-            values = self.attempt(prompts, completions, rows)
+
+        def attempt(*samples: list) -> list | Exception:
+            try:
+                values, count = self.function(*samples), len(samples[1])
+            except Exception as error:
+                return error
+            is_good = isinstance(values, list) and len(values) == count
+            return values if is_good else ValueError(f"{values!r:.60} is no list of {count}")
+
+        # A hard formula costs its own sample alone.
+        values, reasons = None if self.name == "math" else attempt(prompts, completions, rows), []
         if isinstance(values, Exception):
             reasons.append(values)
-        if not isinstance(values, list) or self.name == "math":
-            alone = [self.attempt(*([part] for part in sample)) for sample in zip(prompts, completions, rows)]
+        if not isinstance(values, list):
+            alone = [attempt(*([part] for part in sample)) for sample in zip(prompts, completions, rows)]
             values = [value[0] if isinstance(value, list) else value for value in alone]
         good = [isinstance(value, (int, float)) and abs(value) < 1e300 for value in values]
         reasons += [value for value, is_good in zip(values, good) if not is_good]
@@ -1375,15 +1361,6 @@ class Reward:
             failed = f"{good.count(False)} of {len(good)} samples failed and get {self.config.reward_failed:g}"
             warn(f"--reward {self.name}: {failed}; the first reason: {reasons[0]!r:.200}")
         return [float(value) if is_good else self.config.reward_failed for value, is_good in zip(values, good)]
-
-    def attempt(self, *samples: list) -> list | Exception:
-        """The rewards of samples, or why there are none."""
-        try:
-            values, count = self.function(*samples), len(samples[1])
-        except Exception as error:
-            return error
-        is_good = isinstance(values, list) and len(values) == count
-        return values if is_good else ValueError(f"{values!r:.60} is no list of {count}")
 
 def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
     """1 for a completion that equals the row's `answer`, white space around it aside."""
@@ -1519,16 +1496,6 @@ class Reference:
             self.model = load_policy(config, policy.device)[0].requires_grad_(False)
         self.weights: list[Tensor] | None = None  # put aside
         self.until = 0  # the last step that the present reference serves
-
-    def start(self) -> None:
-        """Before the first step: the reference is the initial policy. (Without syncs `after_rollouts` has set it.)"""
-        if self.syncs or not self.config.sample_every:
-            self.sync(0)
-
-    def is_due(self, step: int, drift: float) -> bool:
-        """Whether to sync after the backward pass of this step; drift: its mean |d|, in nats per token."""
-        k, limit = self.config.sync_k, self.config.sync_drift
-        return bool(k and step % k == 0) or bool(limit and drift > limit)
 
     def sync(self, step: int) -> None:
         """π_ref ← π_θ, for the steps after `step`."""
@@ -1787,25 +1754,6 @@ class TokenLogps(torch.autograd.Function):
     """
 
     @staticmethod
-    def of_chunk(out, hidden, weight, bias, labels, softcap):
-        """For n tokens: -d log-prob / d logits times a scale (n, V), that scale (n, 1), and the log-probs (n, 1)."""
-        if out is None or len(out) < len(hidden):
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            out = torch.empty(len(hidden), len(weight), dtype=dtype, device=hidden.device)
-        out, hidden = out[: len(hidden)], hidden.to(weight.dtype)
-        if out.dtype == weight.dtype and bias is None:
-            torch.mm(hidden, weight.T, out=out)
-        else:
-            out.copy_(F.linear(hidden, weight, bias))
-        if softcap is not None:
-            slope = 1 - out.div_(softcap).tanh_() ** 2
-            out *= softcap
-        label_logits, largest = out.gather(1, labels), out.amax(1, keepdim=True)
-        scale = out.sub_(largest).exp_().sum(1, keepdim=True)
-        out.scatter_add_(1, labels, -scale)  # softmax - onehot(label), times the scale
-        return out if softcap is None else out.mul_(slope), scale, label_logits - largest - scale.log()
-
-    @staticmethod
     def forward(ctx, hidden, weight, bias, labels, softcap, chunk, keep):
         logps, ctx.kept = [], []
         for rows, label in zip(hidden.split(chunk), labels[:, None].split(chunk)):
@@ -1837,6 +1785,25 @@ class TokenLogps(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += (factor.T @ out)[0]
         return d_hidden, d_weight, d_bias, None, None, None, None
+
+    @staticmethod
+    def of_chunk(out, hidden, weight, bias, labels, softcap):
+        """For n tokens: -d log-prob / d logits times a scale (n, V), that scale (n, 1), and the log-probs (n, 1)."""
+        if out is None or len(out) < len(hidden):
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            out = torch.empty(len(hidden), len(weight), dtype=dtype, device=hidden.device)
+        out, hidden = out[: len(hidden)], hidden.to(weight.dtype)
+        if out.dtype == weight.dtype and bias is None:
+            torch.mm(hidden, weight.T, out=out)
+        else:
+            out.copy_(F.linear(hidden, weight, bias))
+        if softcap is not None:
+            slope = 1 - out.div_(softcap).tanh_() ** 2
+            out *= softcap
+        label_logits, largest = out.gather(1, labels), out.amax(1, keepdim=True)
+        scale = out.sub_(largest).exp_().sum(1, keepdim=True)
+        out.scatter_add_(1, labels, -scale)  # softmax - onehot(label), times the scale
+        return out if softcap is None else out.mul_(slope), scale, label_logits - largest - scale.log()
 
 # ---------- Ranks -----------------------------------------------------------------------------------------------------
 # One process per GPU, started by torchrun; without it, one process. Every rank knows every batch whole (token ids
@@ -1879,16 +1846,6 @@ def gather_from_ranks(value: Any) -> list:
 def from_first_rank(make: Callable[[], Any]) -> Any:
     """make() of rank 0, on every rank."""
     return gather_from_ranks(make() if rank() == 0 else None)[0]
-
-def sum_gradients(policy: Module, config: Config) -> None:
-    """Add up the ranks' gradients; sharded, FSDP has done so in its backward pass."""
-    for p in policy.parameters():
-        if p.grad is None and p.requires_grad:
-            p.grad = torch.zeros_like(p)
-    if world_size() > 1 and not config.shard:
-        sums = [dist.all_reduce(p.grad, async_op=True) for p in policy.parameters() if p.grad is not None]
-        for pending in sums:
-            pending.wait()
 
 @contextlib.contextmanager
 def ranks_in_turn() -> Iterator[None]:

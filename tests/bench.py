@@ -1,18 +1,19 @@
 """How fast and how lean: a fixed workload through humanline.py and, where it is installed, through TRL.
 
-  python tests/bench.py                                     # DPO, KTO and GRPO steps, humanline.py against TRL, interleaved
-  python tests/bench.py --trl-python ~/trl/bin/python       # with TRL from another environment (pip install trl==1.16.0)
-  python tests/bench.py --what overhead                     # what syncing and clipping add to a step
-  python tests/bench.py --what scaling                      # memory as the vocabulary grows, time as the tokens grow
-  python tests/bench.py --what ranks                        # two ranks of one thread against one of two
-  python tests/bench.py --what saving                       # how long the loop waits for a checkpoint
-  python tests/bench.py --what online                       # offline GRPO with humanline against online GRPO, 256 tokens
-  python tests/bench.py --what decoding                     # ways to sample: a growing cache, a static one, continuous batching
-  python tests/bench.py --gpu                               # GPU sizes: 0.5 B parameters, completions of 256 to 768 tokens
+  python tests/bench.py                                # DPO, KTO and GRPO steps, humanline.py against TRL, interleaved
+  python tests/bench.py --trl-python ~/trl/bin/python  # with TRL from another environment (pip install trl==1.16.0)
+  python tests/bench.py --what overhead                # what syncing and clipping add to a step
+  python tests/bench.py --what scaling                 # memory as the vocabulary grows, time as the tokens grow
+  python tests/bench.py --what ranks                   # two ranks of one thread against one of two
+  python tests/bench.py --what saving                  # how long the loop waits for a checkpoint
+  python tests/bench.py --what online                  # offline GRPO with humanline against online GRPO, 256 tokens
+  python tests/bench.py --what decoding                # ways to sample: a growing cache, a static one, generate_batch
+  python tests/bench.py --gpu                          # GPU sizes: 0.5 B parameters, completions of 256 to 768 tokens
 
 The workload: batches of 8 (pairs, examples, or one group of 8 samples), prompts of 64 tokens, completions of 64 to 192
-tokens (GRPO: 64 sampled ones), vocabulary 32,768, a random Llama, fp32 on a CPU, bf16 autocast on a GPU. Every number is
-the median over all steps but the first two, over all rounds; peak memory is the whole process's (on a GPU, torch's).
+tokens (GRPO: 64 sampled ones), vocabulary 32,768, a random Llama, fp32 on a CPU, bf16 autocast on a GPU. Every number
+is the median over all steps but the first two, over all rounds; peak memory is the whole process's (TRL's on a GPU:
+torch's).
 """
 
 import contextlib
@@ -73,11 +74,13 @@ def write_workload(folder: Path, load: Workload) -> None:
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
-        vocab_size=load.vocabulary, hidden_size=load.hidden, intermediate_size=load.inner, num_hidden_layers=load.layers,
-        num_attention_heads=load.heads, num_key_value_heads=2, max_position_embeddings=8192, tie_word_embeddings=True,
-        pad_token_id=pad, eos_token_id=eos, bos_token_id=None)).save_pretrained(folder / "model")
+        vocab_size=load.vocabulary, hidden_size=load.hidden, intermediate_size=load.inner,
+        num_hidden_layers=load.layers, num_attention_heads=load.heads, num_key_value_heads=2,
+        max_position_embeddings=8192, tie_word_embeddings=True, pad_token_id=pad, eos_token_id=eos,
+        bos_token_id=None)).save_pretrained(folder / "model")
     chance = random.Random(0)
-    text = lambda low, high: " ".join(f"w{chance.randrange(load.vocabulary - 3)}" for _ in range(chance.randint(low, high)))
+    words = lambda low, high: (chance.randrange(load.vocabulary - 3) for _ in range(chance.randint(low, high)))
+    text = lambda low, high: " ".join(f"w{word}" for word in words(low, high))
     prompt, answer = lambda: text(load.prompt, load.prompt), lambda: text(load.low, load.high)
     make = {"dpo": lambda i: dict(prompt=prompt(), chosen=answer(), rejected=answer()),
             "kto": lambda i: dict(prompt=prompt(), completion=answer(), label=i % 2 == 0),
@@ -124,8 +127,8 @@ def ours(folder: Path, load: Workload, loss: str, more: str = "", threads: int |
         environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         output, peak = measured([*start, str(ROOT / "humanline.py"), *flags.split(), *more.split()], environment)
         lines = [json.loads(line) for line in Path(out, "run", "metrics.jsonl").read_text().splitlines()]
-    return dict(seconds=[line["step_seconds"] for line in lines[WARMUP:]], tokens=[line["tokens"] for line in lines[WARMUP:]],
-                peak=lines[-1].get("peak_mib", peak), first=lines[0]["step_seconds"])
+    return dict(seconds=[line["step_seconds"] for line in lines[WARMUP:]], peak=peak, first=lines[0]["step_seconds"],
+                tokens=[line["tokens"] for line in lines[WARMUP:]])
 
 
 TRL = """
@@ -144,12 +147,15 @@ class Clock(TrainerCallback):
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - self.start)
 gpu = torch.cuda.is_available()
-settings = dict(output_dir=folder + "/trl", per_device_train_batch_size=load["batch"], max_steps=load["steps"], report_to=[], save_strategy="no",
-                logging_steps=1000, use_cpu=not gpu, bf16=gpu, gradient_checkpointing=False, disable_tqdm=True)
-common = dict(model=folder + "/model", train_dataset=load_dataset("json", data_files=f"{folder}/{loss}.jsonl", split="train"),
+settings = dict(output_dir=folder + "/trl", per_device_train_batch_size=load["batch"], max_steps=load["steps"],
+                report_to=[], save_strategy="no", logging_steps=1000, use_cpu=not gpu, bf16=gpu,
+                gradient_checkpointing=False, disable_tqdm=True)
+rows = load_dataset("json", data_files=f"{folder}/{loss}.jsonl", split="train")
+common = dict(model=folder + "/model", train_dataset=rows,
               processing_class=AutoTokenizer.from_pretrained(folder + "/model"), callbacks=[Clock()])
 if loss == "grpo":
-    settings |= dict(num_generations=load["batch"], max_completion_length=load["new"], beta=0.01, generation_kwargs=dict(min_new_tokens=load["new"]))
+    settings |= dict(num_generations=load["batch"], max_completion_length=load["new"], beta=0.01,
+                     generation_kwargs=dict(min_new_tokens=load["new"]))
     score = lambda completions, **_: [random.random() for _ in completions]
     trainer = trl.GRPOTrainer(**common, reward_funcs=score, args=trl.GRPOConfig(**settings))
 else:
@@ -166,8 +172,8 @@ print(json.dumps(dict(seconds=seconds, peak=peak, version=trl.__version__ if has
 def theirs(folder: Path, load: Workload, loss: str, python: str) -> dict:
     """Steps of TRL on the same rows."""
     output, _ = measured([python, "-c", TRL, str(folder), loss, json.dumps(vars(load))], {})
-    found = json.loads(output.splitlines()[-1])
-    return dict(seconds=found["seconds"][WARMUP:], peak=found["peak"])
+    result = json.loads(output.splitlines()[-1])
+    return dict(seconds=result["seconds"][WARMUP:], peak=result["peak"])
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
@@ -184,7 +190,7 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
 
 
 def operations(folder: Path, load: Workload, loss: str) -> float:
-    """Matrix operations of one training step: 2 per weight and token forward, 4 backward, and 2 for the reference's pass."""
+    """Matrix operations of one training step: per weight and token 2 forward, 4 backward, and 2 in the reference."""
     head = load.hidden * load.vocabulary
     layer = load.hidden * (2 * load.hidden + 2 * 2 * load.hidden // load.heads + 3 * load.inner)  # two key-value heads
     rows = [json.loads(line) for line in (folder / f"{loss}.jsonl").read_text().splitlines()]
@@ -208,7 +214,8 @@ def table(rows: list[list[str]]) -> None:
 
 
 def middle(runs: list[dict], key: str = "seconds") -> float:
-    return statistics.median(value for run in runs for value in (run[key] if isinstance(run[key], list) else [run[key]]))
+    lists = (run[key] if isinstance(run[key], list) else [run[key]] for run in runs)
+    return statistics.median(value for values in lists for value in values)
 
 
 def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: str | None) -> None:
@@ -225,8 +232,9 @@ def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: 
                 them.append(theirs(folder, load, loss, python))
         share = f"{operations(folder, load, loss) / middle(us) / rate:.0%}" if loss != "grpo" else "–"
         other = [f"{middle(them):.3f} s", f"{middle(them) / middle(us):.2f}"] if them else ["–", "–"]
-        memory = [f"{middle(them, 'peak'):.0f}", f"{middle(us, 'peak') / middle(them, 'peak'):.2f}"] if them else ["–", "–"]
-        rows.append([loss.upper(), f"{middle(us):.3f} s", *other, f"{middle(us, 'peak'):.0f}", *memory, share])
+        ours_mib, theirs_mib = middle(us, "peak"), middle(them, "peak") if them else math.nan
+        memory = [f"{theirs_mib:.0f}", f"{ours_mib / theirs_mib:.2f}"] if them else ["–", "–"]
+        rows.append([loss.upper(), f"{middle(us):.3f} s", *other, f"{ours_mib:.0f}", *memory, share])
     table(rows)
 
 
@@ -249,7 +257,8 @@ def scaling(load: Workload, rounds: int) -> None:
         few, many = Path(temporary, "few"), Path(temporary, "many")
         for folder, vocabulary in ((few, 8_192), (many, 65_536)):
             write_workload(folder, Workload(**{**vars(load), "vocabulary": vocabulary}))
-        peaks = [middle([ours(folder, load, "dpo", "--sync-k 1") for _ in range(rounds)], "peak") for folder in (few, many)]
+        peak = lambda folder: middle([ours(folder, load, "dpo", "--sync-k 1") for _ in range(rounds)], "peak")
+        peaks = [peak(folder) for folder in (few, many)]
         sizes = [f"{size:.0f} MiB" for size in (*peaks, peaks[1] - peaks[0])]
         rows.append(["peak memory, vocabulary 8,192 to 65,536", *sizes])
         head = 4 * load.hidden * (65_536 - 8_192) / 2**20
@@ -270,7 +279,7 @@ def scaling(load: Workload, rounds: int) -> None:
 
 
 def online(folder: Path, load: Workload, rounds: int) -> None:
-    """GRPO that trains on the data's completions, with humanline, and GRPO that draws as many of that length at every step."""
+    """GRPO with humanline on the data's completions, and GRPO that draws as many of that length at every step."""
     offline, drawn = [], []
     for _ in range(rounds):
         offline.append(ours(folder, load, "grpo-offline", "--sync-k 1"))
@@ -283,11 +292,12 @@ def online(folder: Path, load: Workload, rounds: int) -> None:
 def ranks(folder: Path, load: Workload, losses: list[str], rounds: int) -> None:
     rows = [["step", "1 rank, 2 threads", "2 ranks, 1 thread each", "ratio"]]
     for loss in losses:
-        one, two = [], []
+        runs = [], []
         for _ in range(rounds):
-            one.append(ours(folder, load, loss, "--sync-k 1", threads=2))
-            two.append(ours(folder, load, loss, "--sync-k 1", threads=1, ranks=2))
-        rows.append([loss.upper(), f"{middle(one):.3f} s", f"{middle(two):.3f} s", f"{middle(two) / middle(one):.2f}"])
+            runs[0].append(ours(folder, load, loss, "--sync-k 1", threads=2))
+            runs[1].append(ours(folder, load, loss, "--sync-k 1", threads=1, ranks=2))
+        alone, shared = map(middle, runs)
+        rows.append([loss.upper(), f"{alone:.3f} s", f"{shared:.3f} s", f"{shared / alone:.2f}"])
     table(rows)
 
 
@@ -300,12 +310,14 @@ def saving(load: Workload, rounds: int) -> None:
         folder = Path(temporary)
         write_workload(folder, load)
         config = humanline.Config(model=str(folder / "model"), keep=1, compile=False, sync_k=1, steps=1)
-        policy, _ = humanline.load_policy(config, torch.device("cuda" if load is GPU and torch.cuda.is_available() else "cpu"))
+        device = torch.device("cuda" if load is GPU and torch.cuda.is_available() else "cpu")
+        policy, _ = humanline.load_policy(config, device)
         optimizer = torch.optim.AdamW(policy.parameters())
         for p in policy.parameters():
-            optimizer.state[p] = dict(step=torch.tensor(1.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        data = SimpleNamespace(pending=[], drawn_until=0)
-        reference = SimpleNamespace(model=None, kept=None, until=0, data=data)
+            moments = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            optimizer.state[p] = dict(step=torch.tensor(1.0), **moments)
+        batches = SimpleNamespace(pending=[], made_until=0, rollouts_until=0)
+        reference = SimpleNamespace(model=None, weights=None, until=0, batches=batches)
         saver, waits, totals = humanline.Saver(folder / "checkpoint", config, None), [], []
         for step in range(1, rounds + 1):
             start = time.perf_counter()
@@ -342,7 +354,8 @@ def decoding(folder: Path, load: Workload, rounds: int) -> None:
     settings = dict(do_sample=True, top_k=0, max_new_tokens=load.new, eos_token_id=stops, pad_token_id=0)
 
     def static() -> int:
-        ids, mask = (humanline.padded(rows, 0, "left").to(device) for rows in (prompts, [[1] * len(one) for one in prompts]))
+        ones = [[1] * len(prompt) for prompt in prompts]
+        ids, mask = (humanline.padded(rows, 0, "left").to(device) for rows in (prompts, ones))
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(0)
             fixed = GenerationConfig(cache_implementation="static", **settings)
@@ -351,11 +364,12 @@ def decoding(folder: Path, load: Workload, rounds: int) -> None:
 
     def continuous() -> int:
         with torch.no_grad():
-            found = policy.generate_batch(inputs=prompts, generation_config=GenerationConfig(**settings))
-        return sum(len(one.generated_tokens) for one in found.values())
+            drawn = policy.generate_batch(inputs=prompts, generation_config=GenerationConfig(**settings))
+        return sum(len(output.generated_tokens) for output in drawn.values())
 
-    ways = {"generate, as the trainer calls it": lambda: sum(map(len, humanline.sample(policy, prompts, stops, 0, config, 0))),
-            "generate, static cache": static, "generate_batch (continuous batching)": continuous}
+    trainers = lambda: sum(map(len, humanline.sample(policy, prompts, stops, 0, config, 0)))
+    ways = {"generate, as the trainer calls it": trainers, "generate, static cache": static,
+            "generate_batch (continuous batching)": continuous}
     rates = {name: [] for name in ways}
     for _ in range(1 + rounds):  # the first compiles
         for name, way in ways.items():
@@ -368,8 +382,9 @@ def decoding(folder: Path, load: Workload, rounds: int) -> None:
                 continue
             rates[name].append(tokens / (time.perf_counter() - start))
     rows = [[f"{count} prompts, completions of at most {load.new} tokens", "tokens/s", "ratio"]]
-    found = {name: statistics.median(rates[name][1:]) for name in ways}
-    rows += [[name, f"{found[name]:,.0f}", f"{found[name] / found[next(iter(ways))]:.2f}"] for name in ways]
+    medians = {name: statistics.median(rates[name][1:]) for name in ways}
+    first = next(iter(medians.values()))
+    rows += [[name, f"{median:,.0f}", f"{median / first:.2f}"] for name, median in medians.items()]
     table(rows)
 
 

@@ -40,7 +40,7 @@ RUNS = {  # more flags; "2 ranks" and "resumed" in a name say how the run is sta
     "dpo soft sync": "--loss dpo --sync-k 2 --sync-alpha 0.5",
     "dpo cosine, weight decay": "--loss dpo --sync-k 3 --schedule cosine --weight-decay 0.1",
     "dpo 2 ranks sharded": "--loss dpo --sync-k 3 --shard",
-    "dpo resumed": "--loss dpo --sync-k 2 --save-every 3",
+    "dpo resumed": "--loss dpo --sync-k 5 --save-every 3",
     "kto offline": "--loss kto --sync-k 3",
     "kto online": "--loss kto --sync-k 2 --sample-every 1",
     "kto online, every 3, copy": "--loss kto --sync-k 2 --sample-every 3 --ref copy",
@@ -50,7 +50,7 @@ RUNS = {  # more flags; "2 ranks" and "resumed" in a name say how the run is sta
     "kto perception none": "--loss kto --sync-k 4 --perception none",
     "kto small microbatches": "--loss kto --sync-k 3 --microbatch-tokens 64",
     "kto 2 ranks online, every 3": "--loss kto --sync-k 2 --sample-every 3",
-    "kto resumed online, every 3": "--loss kto --sync-k 4 --sample-every 3 --save-every 2 --keep 9",
+    "kto resumed online, every 4": "--loss kto --sync-k 5 --sample-every 4 --save-every 2 --keep 9",
     "grpo offline": "--loss grpo --sync-k 3",
     "grpo online": "--loss grpo --sync-k 2 --sample-every 1",
     "grpo online, every 3": "--loss grpo --sync-k 2 --sample-every 3",
@@ -69,7 +69,7 @@ REAL = ("--model ../real --data ../dialogues.jsonl --reward ../reward.py:varied 
         "--steps 4 --batch-size 4 --lr 1e-5 --sync-k 2 --max-length 256 "
         "--group-size 4 --max-new-tokens 16")
 REAL_RUNS = {"dpo pairs": "--loss dpo", "kto pairs": "--loss kto", "grpo pairs": "--loss grpo",
-             "grpo online": "--loss grpo --sample-every 1"}
+             "grpo online": "--loss grpo --sample-every 1 --batch-size 2"}
 TIMES = {"step_seconds", "sample_seconds"}  # metrics that no two runs share
 
 # Differs between most completions and can be learned: some characters are worth more than others.

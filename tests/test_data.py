@@ -120,10 +120,10 @@ def test_a_folder_with_a_split_is_read_like_a_hub_name(tmp_path):
 def test_several_sources_are_mixed_by_passes_and_limited(tmp_path, tiny):
     a = write_jsonl(tmp_path / "a.jsonl", rows_of("pairs", 8))
     b = write_jsonl(tmp_path / "b.jsonl", rows_of("groups", 6))
-    rows, passes = humanline.read_sources([f"{a}=3", f"{b}=0.5"], Config(limit=4))
-    assert len(rows) == 8 and passes == [3.0] * 4 + [0.5] * 4
+    rows = humanline.read_sources([f"{a}=3", f"{b}=0.5"], Config(limit=4))
+    assert len(rows) == 8 and [row.passes for row in rows] == [3.0] * 4 + [0.5] * 4
     groups = [Group(i, [i], [], []) for i in range(8)]
-    often = [sum(group.row == i for group in humanline.repeat(groups, passes, 0)) for i in range(8)]
+    often = [sum(group.row == i for group in humanline.repeat(groups, rows, 0)) for i in range(8)]
     assert often[:4] == [3] * 4 and set(often[4:]) == {0, 1}
     with pytest.raises(UserError, match="'x' is no number of passes"):
         humanline.read_sources([f"{a}=x"], Config())
@@ -194,7 +194,7 @@ def test_hh_rlhf_rows_that_differ_before_the_last_turn_or_end_without_an_answer_
            dict(good, chosen=start + " Old.\n\nHuman: So?")]
     assert [read(row) for row in bad] == [None] * 3
     rows = humanline.read_rows(write_jsonl(tmp_path / "hh.jsonl", [good, *bad]), Config(), "--data")
-    assert len(rows) == 1 and "dropped 3 rows whose two dialogues" in capsys.readouterr().err
+    assert len(rows) == 1 and "dropped 3 rows whose dialogues differ before" in capsys.readouterr().err
 
 
 def test_halos_feedback_files(tmp_path):

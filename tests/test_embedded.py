@@ -20,8 +20,9 @@ import humanline
 
 
 def files_of(folder: Path) -> dict[Path, int]:
-    """Every file below a folder, with the time at which it was written."""
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    """Every file below a folder, locks aside, with the time at which it was written."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return {path: path.stat().st_mtime_ns for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ EDITED = {"sample", "draw_rollouts", "compute_rewards", "log_probs", "teach", "d
 
 
 def edited_module(folder: Path, monkeypatch):
-    """The module of a copy of humanline.py in which the functions of EDITED differ, and which refuses to fill the cache."""
+    """A copy of humanline.py, imported, whose functions in EDITED differ, and which refuses to fill the cache."""
     tree, edits = ast.parse(Path(humanline.__file__).read_text(encoding="utf-8")), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in EDITED:
@@ -178,7 +179,8 @@ def test_another_recipe_is_another_model_and_so_are_those_that_go_on_from_it(cac
     unchanged, child = humanline.embedded("embedded", "model"), humanline.embedded("embedded:child", "model")
     base = humanline.RECIPES["base"]
     monkeypatch.setitem(humanline.RECIPES, "base", dataclasses.replace(base, **{field: CHANGES[field]}))
-    assert humanline.embedded("embedded", "model") != unchanged and humanline.embedded("embedded:child", "model") != child
+    assert humanline.embedded("embedded", "model") != unchanged
+    assert humanline.embedded("embedded:child", "model") != child
     monkeypatch.setitem(humanline.RECIPES, "base", base)
     before = files_of(cache)
     assert humanline.embedded("embedded", "model") == unchanged and files_of(cache) == before

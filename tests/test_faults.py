@@ -45,7 +45,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_weights_without_a_hand(
 
 @pytest.mark.parametrize("phase", ["sample", "forward_backward", "write", "measure"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_its_step_ready_to_go_on(run, data_files, tmp_path, monkeypatch, capsys, phase, number):
+def test_a_signal_ends_the_run_after_its_step_ready_to_go_on(run, data_files, tmp_path, monkeypatch, phase, number):
     flags = f"--sample-every 2 --sync-k 3 --steps 6 --save-every 1 --eval-every 2 --eval-data {data_files['prompts']}"
     whole = run(flags)
     where = {"write": humanline.Saver, "measure": humanline.Run}.get(phase, humanline)
@@ -143,13 +143,13 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tiny, data_files, tmp_
 
 
 def test_two_runs_on_one_folder_at_once_are_one_and_a_refusal(run, tmp_path):
-    hold = (f"import fcntl, os, time; f = os.open({str(tmp_path)!r}, os.O_RDONLY); fcntl.flock(f, fcntl.LOCK_EX); "
-            "print(flush=True); time.sleep(60)")
+    path = str(tmp_path / ".lock")
+    hold = f"import filelock, time; lock = filelock.FileLock({path!r}); lock.acquire(); print(flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
-    holder.stdout.readline()
-    with pytest.raises(humanline.UserError, match="another process is training into it"):
+    assert holder.stdout.readline() == b"\n"
+    with pytest.raises(humanline.UserError, match="another process trains into it"):
         run("", out=str(tmp_path))
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     holder.kill()
     holder.wait()
     assert (run("", out=str(tmp_path)) / "final").exists()

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub where there is no network: one line within seconds, and nothing asked that lies here."""
+"""Names on the hub where there is no network: one line within seconds, and nothing is asked that lies here."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ SHORT = "--steps 2 --batch-size 2 --max-new-tokens 4".split()
 
 @contextlib.contextmanager
 def hub(kind: str):
-    """An endpoint on this machine that refuses, accepts and stays silent, or answers that it knows nothing; and who came."""
+    """An endpoint on this machine that refuses, is silent, or answers that it knows nothing; and who came."""
     server, guests = socket.socket(), []
     server.bind(("127.0.0.1", 0))
     endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -67,14 +67,16 @@ def test_a_hub_that_does_not_answer_is_given_up_within_seconds(monkeypatch, kind
 
 @pytest.mark.parametrize("flag, name, kind, unreachable, repository", [
     ("--model", "Qwen/Qwen2.5-0.5B", "silent", r"couldn't connect to 'http://127", "Qwen/Qwen2.5-0.5B"),
-    ("--data", "openai/gsm8k:main:train=2", "refuses", r"Couldn't reach 'openai/gsm8k' on the Hub", "openai/gsm8k --repo-type dataset")])
+    ("--data", "openai/gsm8k:main:train=2", "refuses", r"Couldn't reach 'openai/gsm8k' on the Hub",
+     "openai/gsm8k --repo-type dataset")])
 def test_a_hub_name_without_network_is_one_line_that_says_how_to_use_a_folder(
         tiny, tmp_path, flag, name, kind, unreachable, repository):
     flags = {"--out": str(tmp_path / "out"), flag: name} | ({} if flag == "--model" else {"--model": tiny})
-    with hub(kind) as (endpoint, guests):
-        done = command(endpoint, tmp_path / "home", *[word for pair in flags.items() for word in pair])  # and no embedded data made first
+    with hub(kind) as (endpoint, guests):  # and no embedded data is made first
+        done = command(endpoint, tmp_path / "home", *[word for pair in flags.items() for word in pair])
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "out").exists(), done.stderr
-    assert done.stderr.startswith(f"humanline.py: error: {flag} {name.split('=')[0]}: ") and re.search(unreachable, done.stderr)
+    assert done.stderr.startswith(f"humanline.py: error: {flag} {name.split('=')[0]}: ")
+    assert re.search(unreachable, done.stderr)
     assert "folder" in done.stderr and f"`hf download {repository} --local-dir FOLDER`" in done.stderr
     assert len(guests) == (kind == "silent")
 
@@ -93,7 +95,8 @@ def test_the_embedded_default_asks_nobody(monkeypatch):
 
     monkeypatch.setattr(humanline.threading, "Thread", forbidden)
     humanline.go_offline_without_hub(humanline.parse_config([]))
-    humanline.go_offline_without_hub(humanline.parse_config(["--data", "embedded:worse=2", "missing.jsonl", "--reward", "exact"]))
+    local = ["--data", "embedded:worse=2", "missing.jsonl", "--reward", "exact"]
+    humanline.go_offline_without_hub(humanline.parse_config(local))
     with pytest.raises(AssertionError, match="a word to the hub"):
         humanline.go_offline_without_hub(humanline.parse_config(["--model", "some/model"]))
     with pytest.raises(AssertionError, match="a word to the hub"):

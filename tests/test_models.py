@@ -1,8 +1,10 @@
-"""Any causal language model: its log-probs, its tokenizer's boundaries, and short runs, on random two-layer models of each family."""
+"""Any causal language model: its log-probs, its tokenizer's boundaries, and short runs, on random two-layer models."""
 
 import json
+import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,9 +15,9 @@ import torch
 from conftest import ROOT, metrics, write_jsonl
 from test_command_line import complaint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (AutoModelForCausalLM, AutoTokenizer, FalconConfig, Gemma2Config, GemmaTokenizer, GPT2Config, GPT2Tokenizer,
-                          GPTNeoXConfig, GraniteConfig, LlamaConfig, LlamaTokenizer, MistralConfig, OPTConfig, PreTrainedTokenizerFast,
-                          Qwen2Config, Qwen2Tokenizer, Qwen3Config)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, FalconConfig, Gemma2Config, GemmaTokenizer, GPT2Config,
+                          GPT2Tokenizer, GPTNeoXConfig, GraniteConfig, LlamaConfig, LlamaTokenizer, MistralConfig,
+                          OPTConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, Qwen3Config)
 
 import humanline
 from humanline import Config, Sequence, UserError
@@ -31,10 +33,12 @@ def gsm8k(count: int) -> list[dict]:
             return [json.loads(line) for line, _ in zip(lines, range(count))]
     chance, rows = random.Random(0), []
     for _ in range(count):
-        name, thing = chance.choice(["Natalia", "Weng", "José", "Betty"]), chance.choice(["clips", "pages", "apples", "coins"])
+        name = chance.choice(["Natalia", "Weng", "José", "Betty"])
+        thing = chance.choice(["clips", "pages", "apples", "coins"])
         a, b = chance.randint(2, 60), chance.randint(2, 60)
-        rows.append({"question": f"{name} had {a} {thing} in April, and then {b} more in May. How many {thing} did {name} have?",
-                     "answer": f"In both months {name} had {a}+{b} = <<{a}+{b}={a + b}>>{a + b} {thing}.\n#### {a + b}"})
+        question = f"{name} had {a} {thing} in April, and then {b} more in May. How many {thing} did {name} have?"
+        answer = f"In both months {name} had {a}+{b} = <<{a}+{b}={a + b}>>{a + b} {thing}.\n#### {a + b}"
+        rows.append(dict(question=question, answer=answer))
     return rows
 
 
@@ -52,7 +56,8 @@ def learn(model, pre_tokenizer, special: list[str], **more) -> dict:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizer
     texts = [row[key] for row in gsm8k(64) for key in row]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False, **more))
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False, **more)
+    tokenizer.train_from_iterator(texts, trainer)
     learned = json.loads(tokenizer.to_str())["model"]
     return dict(vocab=learned["vocab"], merges=[tuple(pair) for pair in learned["merges"]])
 
@@ -63,7 +68,8 @@ def byte_level(special: list[str]) -> dict:
 
 
 def with_byte_fallback(special: list[str]) -> dict:
-    return learn(models.BPE(byte_fallback=True), pre_tokenizers.Metaspace(), special + [f"<0x{byte:02X}>" for byte in range(256)])
+    bytes_too = special + [f"<0x{byte:02X}>" for byte in range(256)]
+    return learn(models.BPE(byte_fallback=True), pre_tokenizers.Metaspace(), bytes_too)
 
 
 def llama_tokenizer():
@@ -93,20 +99,22 @@ def gpt2_tokenizer():
 
 
 LLAMA_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}")
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} "
+    "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}")
 LLAMA3_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
+    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
 CHATML_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 GEMMA_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
     "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")
 
-# family: config class, tokenizer, chat template, what ends a turn, BOS, the config's own settings
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+# family: config class, tokenizer, chat template, what ends a turn, BOS, more settings of the config
 GQA = dict(num_key_value_heads=1)
 FAMILIES = {
     "llama": (LlamaConfig, llama_tokenizer, LLAMA_TEMPLATE, "</s>", "<s>", GQA),
@@ -115,7 +123,8 @@ FAMILIES = {
     "qwen2": (Qwen2Config, qwen_tokenizer, CHATML_TEMPLATE, "<|im_end|>", None, GQA),
     "qwen3": (Qwen3Config, qwen_tokenizer, CHATML_TEMPLATE, "<|im_end|>", None, GQA | dict(head_dim=16)),
     "gemma2": (Gemma2Config, gemma_tokenizer, GEMMA_TEMPLATE, "<end_of_turn>", "<bos>",
-               GQA | dict(head_dim=16, sliding_window=64, final_logit_softcapping=2.0, attn_logit_softcapping=5.0, query_pre_attn_scalar=16)),
+               GQA | dict(head_dim=16, sliding_window=64, final_logit_softcapping=2.0, attn_logit_softcapping=5.0,
+                          query_pre_attn_scalar=16)),
     "gpt2": (GPT2Config, gpt2_tokenizer, None, "<|endoftext|>", None, {}),
 }
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "gpt2"]
@@ -134,9 +143,9 @@ def folder(tmp_path_factory):
             ends = sorted({tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end)})
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config_class(
-                vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                max_position_embeddings=512, tie_word_embeddings=tied, initializer_range=0.1, bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=ends, pad_token_id=tokenizer.pad_token_id, **settings))
+                vocab_size=len(tokenizer), **SIZES, max_position_embeddings=512, tie_word_embeddings=tied,
+                initializer_range=0.1, bos_token_id=tokenizer.bos_token_id, eos_token_id=ends,
+                pad_token_id=tokenizer.pad_token_id, **settings))
             path = tmp_path_factory.mktemp(f"{family}-{'tied' if tied else 'untied'}")
             model.save_pretrained(path)
             tokenizer.save_pretrained(path)
@@ -159,7 +168,7 @@ def some_sequences(policy, count: int = 5) -> list[Sequence]:
     return [Sequence(ids(number(1, 20)), ids(number(1, 90))) for _ in range(count)]
 
 
-def full_logits_logps(policy, one: Sequence) -> torch.Tensor:
+def full_logits_logps(policy, sequence: Sequence) -> torch.Tensor:
     """What transformers itself says of a completion's tokens, alone in its batch, without padding."""
     ids = torch.tensor([sequence.prompt + sequence.completion])
     logps = policy(input_ids=ids).logits.log_softmax(-1)
@@ -179,21 +188,21 @@ def test_log_probs_and_their_gradients_are_those_of_the_models_full_logits(folde
     assert (policy.get_input_embeddings().weight is policy.get_output_embeddings().weight) == tied
     sequences = some_sequences(policy)
     logps, mask = humanline.log_probs(policy, sequences)
-    expected = [full_logits_logps(policy, one) for sequence in sequences]
+    expected = [full_logits_logps(policy, sequence) for sequence in sequences]
     for ours, theirs in zip(humanline.completion_parts(logps, sequences), expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
     assert mask.sum() == sum(len(sequence.completion) for sequence in sequences) and not logps[~mask].any()
 
     weights = torch.randn(int(mask.sum()), generator=torch.Generator().manual_seed(2))
-    ours = torch.autograd.grad((torch.cat(humanline.completion_parts(logps, sequences)) * weights).sum(), list(policy.parameters()))
-    theirs = torch.autograd.grad((torch.cat(expected) * weights).sum(), list(policy.parameters()))
+    gradients = lambda parts: torch.autograd.grad((torch.cat(parts) * weights).sum(), list(policy.parameters()))
+    ours, theirs = gradients(humanline.completion_parts(logps, sequences)), gradients(expected)
     for (name, _), a, b in zip(policy.named_parameters(), ours, theirs, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(b.abs().max()))), name
 
 
 def test_gemmas_log_probs_are_those_of_the_capped_logits(folder):
     policy, _, _ = load(folder("gemma2"))
-    one = some_sequences(policy)[0]
+    sequence = some_sequences(policy)[0]
     ours = humanline.log_probs(policy, [sequence])[0]
     assert policy(input_ids=torch.tensor([sequence.prompt + sequence.completion])).logits.abs().max() <= 2.0
     policy.config.final_logit_softcapping = None
@@ -204,16 +213,18 @@ def test_gemmas_log_probs_are_those_of_the_capped_logits(folder):
 @pytest.mark.parametrize("config", [
     GPT2Config(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),  # modules
     LlamaConfig(attention_dropout=0.5),  # a number that the attention function takes
-    OPTConfig(dropout=0.5, attention_dropout=0.5, layerdrop=0.5, ffn_dim=64, word_embed_proj_dim=32),  # numbers for F.dropout
+    # numbers for F.dropout
+    OPTConfig(dropout=0.5, attention_dropout=0.5, layerdrop=0.5, ffn_dim=64, word_embed_proj_dim=32),
 ], ids=lambda config: config.model_type)
 def test_no_dropout_is_left_wherever_a_model_keeps_it(folder, tmp_path, config):
-    config.update(dict(vocab_size=400, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-                       pad_token_id=0, bos_token_id=0, eos_token_id=0))
+    config.update(dict(vocab_size=400, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                       num_key_value_heads=2, pad_token_id=0, bos_token_id=0, eos_token_id=0))
     humanline.shutil.copytree(folder("llama3"), tmp_path / "model")
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     policy, _, _ = load(str(tmp_path / "model"), attn="eager")
     sequences = some_sequences(policy)
-    assert policy.training and torch.equal(humanline.log_probs(policy, sequences)[0], humanline.log_probs(policy, sequences)[0])
+    first, second = (humanline.log_probs(policy, sequences)[0] for _ in range(2))
+    assert policy.training and torch.equal(first, second)
 
 
 def test_activation_checkpointing_changes_no_gradient(folder):
@@ -244,27 +255,29 @@ def with_shared_prompts(policy, config) -> list[Sequence]:
     number = lambda low, high: int(torch.randint(low, high, (), generator=generator))
     ids = lambda length: torch.randint(policy.config.vocab_size, (length,), generator=generator).tolist()
     groups = [(ids(number(1, 30)), [ids(number(1, 15)) for _ in range(number(1, 6))]) for _ in range(6)]
-    sequences = [Sequence(prompt, completion) for prompt, completions in [*groups, ([7], [ids(9), ids(3)])] for completion in completions]
+    groups.append(([7], [ids(9), ids(3)]))
+    sequences = [Sequence(prompt, completion) for prompt, completions in groups for completion in completions]
     humanline.inseparable(sequences, 100, config)
     return sequences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
-def test_completions_behind_one_copy_of_their_prompt_have_the_log_probs_and_gradients_they_have_alone(folder, family, dtype):
+def test_completions_behind_one_copy_of_their_prompt_have_the_log_probs_and_gradients_they_have_alone(
+        folder, family, dtype):
     policy, _, config = load(folder(family))
     policy.to(dtype)
     # Root-mean-square norms compute in float32 whatever the weights; GPT-2's do not.
     tolerance = 1e-10 if (family, dtype) == ("gpt2", torch.float64) else 1e-5
-    sequences, found = with_shared_prompts(policy, config), []
+    sequences, results = with_shared_prompts(policy, config), []
     assert len(humanline.forward_rows(sequences)) < len(sequences) - 10
     for shares in ([sequence.shares_prompt for sequence in sequences], [False] * len(sequences)):
-        for one, own in zip(sequences, shares):
-            sequence.shares_prompt = own
+        for sequence, shares_prompt in zip(sequences, shares):
+            sequence.shares_prompt = shares_prompt
         logps, mask = humanline.log_probs(policy, sequences)
         weights = torch.randn(logps.shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
-        found.append((logps, mask, torch.autograd.grad((logps * weights).sum(), list(policy.parameters()))))
-    (shared, mask, ours), (apart, expected_mask, theirs) = found
+        results.append((logps, mask, torch.autograd.grad((logps * weights).sum(), list(policy.parameters()))))
+    (shared, mask, ours), (apart, expected_mask, theirs) = results
     assert torch.equal(mask, expected_mask) and not shared[~mask].any()
     assert torch.allclose(shared, apart, rtol=0, atol=tolerance)
     for (name, _), a, b in zip(policy.named_parameters(), ours, theirs, strict=True):
@@ -272,18 +285,21 @@ def test_completions_behind_one_copy_of_their_prompt_have_the_log_probs_and_grad
 
 
 @pytest.mark.parametrize("family, settings", [
-    ("gemma2", {}), ("llama", dict(attn="eager")), ("llama", dict(share_prompts=False))], ids=["windowed", "eager", "off"])
+    ("gemma2", {}), ("llama", dict(attn="eager")), ("llama", dict(share_prompts=False))],
+    ids=["windowed", "eager", "off"])
 def test_prompts_are_not_shared_where_the_model_does_not_allow_it(folder, family, settings):
     policy, _, config = load(folder(family), **settings)
-    assert not config.share_prompts and not any(sequence.shares_prompt for sequence in with_shared_prompts(policy, config))
+    sequences = with_shared_prompts(policy, config)
+    assert not config.share_prompts and not any(sequence.shares_prompt for sequence in sequences)
 
 
-@pytest.mark.parametrize("config_class, own, allows", [
-    (GPTNeoXConfig, {}, True), (MistralConfig, dict(sliding_window=None), True), (MistralConfig, dict(sliding_window=4096), False),
-    (FalconConfig, dict(alibi=True), False)], ids=["neox", "mistral", "mistral-windowed", "alibi"])
-def test_whether_a_model_allows_shared_prompts_is_found_out(config_class, own, allows):
-    config = config_class(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                          num_key_value_heads=2, pad_token_id=0, bos_token_id=0, eos_token_id=0, **own)
+@pytest.mark.parametrize("config_class, more, allows", [
+    (GPTNeoXConfig, {}, True), (MistralConfig, dict(sliding_window=None), True),
+    (MistralConfig, dict(sliding_window=4096), False), (FalconConfig, dict(alibi=True), False)],
+    ids=["neox", "mistral", "mistral-windowed", "alibi"])
+def test_whether_a_model_allows_shared_prompts_is_found_out(config_class, more, allows):
+    config = config_class(vocab_size=100, **SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=0,
+                          eos_token_id=0, **more)
     assert humanline.can_share_prompts(AutoModelForCausalLM.from_config(config), Config()) == allows
 
 
@@ -296,7 +312,11 @@ PAIRS = [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}] * 8
 def encoded(path: str, row: dict, **settings):
     policy, tokenizer, config = load(path, **settings)
     rows = [humanline.read_row(row, "row 1", config)]
-    return policy, tokenizer, humanline.encode_rows(rows, tokenizer, humanline.stop_ids(policy, tokenizer)[0], 512, config)[0]
+    return policy, tokenizer, humanline.encode_rows(rows, humanline.Sampler(policy, tokenizer, config))[0]
+
+
+def encoded_prompts(tokenizer, *texts: str) -> list[list[int]]:
+    return humanline.encode_prompts(tokenizer, [[{"role": "user", "content": text}] for text in texts])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -304,8 +324,8 @@ def test_the_model_sees_exactly_the_prompt_and_the_completion_with_one_bos_and_o
     _, _, template, end, bos, _ = FAMILIES[family]
     policy, tokenizer, group = encoded(folder(family), {"prompt": PROMPT, "chosen": ANSWER, "rejected": "no"})
     whole = group.prompt + group.completions[0]
-    seen = []
-    policy.get_input_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(inputs[0][0].tolist()))
+    seen, note = [], lambda module, inputs, output: seen.append(inputs[0][0].tolist())
+    policy.get_input_embeddings().register_forward_hook(note)
     humanline.log_probs(policy, [Sequence(group.prompt, group.completions[0])])
     assert seen == [whole[:-1]]  # the last token is only ever a label
 
@@ -336,7 +356,7 @@ def test_sampling_stops_at_every_token_that_ends_an_answer(folder, family):
     policy, tokenizer, config = load(folder(family), max_new_tokens=40)
     stops = humanline.stop_ids(policy, tokenizer)
     assert stops[0] == tokenizer.convert_tokens_to_ids(FAMILIES[family][3]) and tokenizer.eos_token_id in stops
-    prompts = humanline.encode_prompts(tokenizer, [[{"role": "user", "content": text}] for text in ["short", PROMPT, PROMPT * 3]])
+    prompts = encoded_prompts(tokenizer, "short", PROMPT, PROMPT * 3)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
     drawn = humanline.sample(policy, prompts * 40, stops, pad, config, 0)
     ended = [ids for ids in drawn if ids[-1] in stops]
@@ -344,14 +364,18 @@ def test_sampling_stops_at_every_token_that_ends_an_answer(folder, family):
 
 
 def test_the_models_own_generation_settings_do_not_reach_the_samples_but_the_final_folder(folder, rows, tmp_path):
-    own = dict(repetition_penalty=50.0, no_repeat_ngram_size=1, top_k=1, min_new_tokens=8, suppress_tokens=[*range(40, 300)])
-    model = copy_of(folder("qwen2"), tmp_path / "model", generation_config=own)
-    prompts = humanline.encode_prompts(load(model)[1], [[{"role": "user", "content": PROMPT}]]) * 30
-    drawn = lambda path: (lambda policy, tokenizer, config: humanline.sample(
-        policy, prompts, humanline.stop_ids(policy, tokenizer), 0, config, 0))(*load(path, max_new_tokens=20))
-    assert drawn(model) == drawn(folder("qwen2"))
+    settings = dict(repetition_penalty=50.0, no_repeat_ngram_size=1, top_k=1, min_new_tokens=8,
+                    suppress_tokens=[*range(40, 300)])
+    model = copy_of(folder("qwen2"), tmp_path / "model", generation_config=settings)
+
+    def draw(path: str) -> list[list[int]]:
+        policy, tokenizer, config = load(path, max_new_tokens=20)
+        prompts = encoded_prompts(tokenizer, PROMPT) * 30
+        return humanline.sample(policy, prompts, humanline.stop_ids(policy, tokenizer), 0, config, 0)
+
+    assert draw(model) == draw(folder("qwen2"))
     out = train(model, rows, tmp_path / "out", "--steps 1 --sample-every 1")
-    assert own.items() <= json.loads((out / "final" / "generation_config.json").read_text()).items()
+    assert settings.items() <= json.loads((out / "final" / "generation_config.json").read_text()).items()
 
 
 def test_a_pad_token_that_the_model_does_not_know_is_not_used(folder, rows, tmp_path):
@@ -367,15 +391,16 @@ def test_a_pad_token_that_the_model_does_not_know_is_not_used(folder, rows, tmp_
 def test_padding_a_prompt_on_the_left_changes_no_sample(folder):
     for family in ARCHITECTURES:  # learned, rotary and windowed positions alike
         policy, tokenizer, config = load(folder(family), max_new_tokens=1, temperature=1e-4)
-        prompts = humanline.encode_prompts(tokenizer, [[{"role": "user", "content": text}] for text in ["short", PROMPT, PROMPT * 3]])
+        prompts = encoded_prompts(tokenizer, "short", PROMPT, PROMPT * 3)
         likeliest = [int(policy(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) for ids in prompts]
         assert [ids[0] for ids in humanline.sample(policy, prompts, [0], 0, config, 0)] == likeliest, family
 
 
 def test_system_message_and_prompt_template_reach_the_model(folder):
-    _, tokenizer, group = encoded(folder("qwen3"), PAIRS[0], system="Be brief.", prompt_template="{prompt} Put it in \\boxed{}.")
-    assert tokenizer.decode(group.prompt) == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? Put it in \\boxed{}."
-                                              "<|im_end|>\n<|im_start|>assistant\n")
+    settings = dict(system="Be brief.", prompt_template="{prompt} Put it in \\boxed{}.")
+    _, tokenizer, group = encoded(folder("qwen3"), PAIRS[0], **settings)
+    assert tokenizer.decode(group.prompt) == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+                                              "1+1? Put it in \\boxed{}.<|im_end|>\n<|im_start|>assistant\n")
     _, tokenizer, group = encoded(folder("gpt2"), PAIRS[0], system="Be brief.", prompt_template="Q: {prompt}\nA:")
     assert tokenizer.decode(group.prompt) == "Be brief.\n\nQ: 1+1?\nA:"
 
@@ -388,13 +413,15 @@ def copy_of(path: str, to: Path, **changes: dict) -> str:
     humanline.shutil.copytree(path, to)
     for file, keys in changes.items():
         content = json.loads((to / f"{file}.json").read_text()) | keys
-        (to / f"{file}.json").write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        content = {key: value for key, value in content.items() if value is not None}
+        (to / f"{file}.json").write_text(json.dumps(content))
     return str(to)
 
 
 def refusal(model: str, tmp_path, capsys, *flags: str) -> str:
     data = write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
-    return complaint(["--model", model, "--data", data, "--loss", "dpo", "--out", str(tmp_path / "out"), *flags], tmp_path, capsys)
+    flags = ["--model", model, "--data", data, "--loss", "dpo", "--out", str(tmp_path / "out"), *flags]
+    return complaint(flags, tmp_path, capsys)
 
 
 def test_a_system_message_that_the_template_refuses_is_one_line(folder, tmp_path, capsys):
@@ -419,7 +446,8 @@ def test_code_that_comes_with_a_model_runs_only_if_asked(folder, tmp_path, capsy
 def test_a_tokenizer_without_eos_is_refused_and_one_without_pad_is_not(folder, tmp_path, capsys):
     model = copy_of(folder("llama3"), tmp_path / "model", tokenizer_config=dict(eos_token=None))
     assert "no end-of-sequence token" in refusal(model, tmp_path, capsys)
-    assert AutoTokenizer.from_pretrained(folder("llama3")).pad_token is None  # and it trains and samples above and below
+    # This one has no pad token, and trains and samples above and below.
+    assert AutoTokenizer.from_pretrained(folder("llama3")).pad_token is None
 
 
 def test_a_tokenizer_that_makes_no_tokens_of_a_prompt_is_refused(folder, tmp_path, capsys):
@@ -441,15 +469,17 @@ def test_a_tokenizer_with_tokens_that_the_model_does_not_know_is_refused(folder,
 
 
 def test_an_unknown_attention_implementation_is_one_line(folder, tmp_path, capsys):
-    assert re.search(r"--model .*nonsense.*; choose another --attn", refusal(folder("llama"), tmp_path, capsys, "--attn", "nonsense"))
-    assert re.search(r"--model .*Gemma2.*; choose another --attn", refusal(folder("gemma2"), tmp_path, capsys, "--attn", "sdpa"))
+    line = refusal(folder("llama"), tmp_path, capsys, "--attn", "nonsense")
+    assert re.search(r"--model .*nonsense.*; choose another --attn", line)
+    line = refusal(folder("gemma2"), tmp_path, capsys, "--attn", "sdpa")
+    assert re.search(r"--model .*Gemma2.*; choose another --attn", line)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed"])
 def test_a_head_that_scales_its_logits_is_refused(folder, tmp_path, capsys, dtype):
     model = AutoModelForCausalLM.from_config(GraniteConfig(
-        vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        logits_scaling=8.0, initializer_range=1.0, pad_token_id=0, bos_token_id=0, eos_token_id=0))
+        vocab_size=400, **SIZES, num_key_value_heads=1, logits_scaling=8.0, initializer_range=1.0, pad_token_id=0,
+        bos_token_id=0, eos_token_id=0))
     humanline.shutil.copytree(folder("llama3"), tmp_path / "model")
     model.save_pretrained(tmp_path / "model")
     line = refusal(str(tmp_path / "model"), tmp_path, capsys, "--dtype", dtype)
@@ -466,15 +496,17 @@ def rows(tmp_path) -> str:
 def check_run(out: Path, steps: int) -> None:
     """Whole metrics, and a final model whose log-probs are those of its full logits."""
     lines = metrics(out)
-    assert [line["step"] for line in lines] == list(range(1, steps + 1)) and all(abs(line["loss"]) < 100 for line in lines)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert all(abs(line["loss"]) < 100 for line in lines)
     policy, _, _ = load(str(out / "final"))
     for sequence in some_sequences(policy, 3):
         ours = humanline.completion_parts(humanline.log_probs(policy, [sequence])[0], [sequence])[0]
-        assert torch.allclose(ours, full_logits_logps(policy, one), rtol=0, atol=1e-5)
+        assert torch.allclose(ours, full_logits_logps(policy, sequence), rtol=0, atol=1e-5)
 
 
 def train(model: str, data: str, out: Path, flags: str) -> Path:
-    defaults = f"--model {model} --data {data} --out {out} --lr 1e-3 --batch-size 2 --group-size 4 --max-new-tokens 8 --sync-k 2"
+    defaults = (f"--model {model} --data {data} --out {out} --lr 1e-3 --batch-size 2 --group-size 4 --max-new-tokens 8 "
+                "--sync-k 2")
     humanline.train(humanline.parse_config(defaults.split() + flags.split()))
     return out
 
@@ -493,8 +525,9 @@ def test_every_architecture_trains_on_its_own_samples_of_gsm8k(folder, rows, tmp
 
 
 @pytest.mark.parametrize("flags", [
-    "--attn eager", "--attn sdpa", "--dtype bfloat16", "--dtype mixed", "--checkpoint-activations --ref copy", "--limit 5",
-    "--system short --prompt-template Q:{prompt}", "--dtype bfloat16 --checkpoint-activations --sample-every 1"])
+    "--attn eager", "--attn sdpa", "--dtype bfloat16", "--dtype mixed", "--checkpoint-activations --ref copy",
+    "--limit 5", "--system short --prompt-template Q:{prompt}",
+    "--dtype bfloat16 --checkpoint-activations --sample-every 1"])
 def test_a_run_under_each_option(folder, rows, tmp_path, flags):
     out = train(folder("llama3"), rows, tmp_path / "out", f"--steps 2 {flags}")
     assert [line["step"] for line in metrics(out)] == [1, 2]
@@ -518,14 +551,21 @@ torch.set_num_threads(1)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 for path in sys.argv[1:]:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
-    torch.save((model(torch.arange(60)[None]).logits, tokenizer("3 apples é")["input_ids"], tokenizer.chat_template), path + ".pt")
+    logits, ids = model(torch.arange(60)[None]).logits, tokenizer("3 apples é")["input_ids"]
+    torch.save((logits, ids, tokenizer.chat_template), path + ".pt")
 """
 
 
 def test_the_final_folder_gives_the_same_logits_in_plain_transformers_bit_for_bit(folder, rows, tmp_path, monkeypatch):
     trained, finals, save = [], [], humanline.save_final
-    monkeypatch.setattr(humanline, "save_final", lambda path, policy, *more: (trained.append(policy), save(path, policy, *more)))
-    runs = [("llama3", True, "float32"), ("qwen3", False, "float32"), ("gemma2", True, "bfloat16"), ("gpt2", True, "mixed")]
+
+    def spied(path, policy, *more):
+        trained.append(policy)
+        save(path, policy, *more)
+
+    monkeypatch.setattr(humanline, "save_final", spied)
+    runs = [("llama3", True, "float32"), ("qwen3", False, "float32"), ("gemma2", True, "bfloat16"),
+            ("gpt2", True, "mixed")]
     for family, tied, dtype in runs:
         finals.append(train(folder(family, tied), rows, tmp_path / family, f"--steps 2 --dtype {dtype}") / "final")
     subprocess.run([sys.executable, "-c", LOGITS, *map(str, finals)], check=True)
@@ -550,4 +590,38 @@ def test_the_model_card_says_how_the_model_was_made(folder, rows, tmp_path):
     for words in ("2 steps from", rows, "seed 7", "KTO with humanline", "synced every 2 steps", "a clip to [-1.5, 1.5]",
                   "arxiv.org/abs/2509.24207"):
         assert words in body, words
-    assert "base_model: meta-llama/Llama" in humanline.model_card(Config(model="meta-llama/Llama", perception="none", sync_k=0))
+    policy, tokenizer, _ = load(folder("gpt2"))
+    hub = Config(model="meta-llama/Llama", perception="none", sync_k=0)
+    humanline.save_final(tmp_path / "hub", policy, tokenizer, hub)
+    assert "\nbase_model: meta-llama/Llama\n" in (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="torch.compile needs a C++ compiler")
+def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folder, rows, tmp_path, monkeypatch, varied):
+    """Training, rollouts and reference log-probs, with shared prompts and, for z₀, without."""
+    draw, log_probs = humanline.Sampler.draw_rollouts, humanline.log_probs
+    losses, drawn, sharing, graphs = [], [], [], []
+
+    def spied_draw(self, *args):
+        rollouts = draw(self, *args)
+        drawn[-1] += [group.completions for group in rollouts]
+        return rollouts
+
+    def spied_log_probs(model, sequences):
+        sharing[-1].add((any(sequence.shares_prompt for sequence in sequences), torch.is_grad_enabled()))
+        return log_probs(model, sequences)
+
+    monkeypatch.setattr(humanline.Sampler, "draw_rollouts", spied_draw)
+    monkeypatch.setattr(humanline, "log_probs", spied_log_probs)
+    for how in ("--no-compile", "--compile"):
+        drawn.append([])
+        sharing.append(set())  # (whether prompts are shared, whether for training)
+        torch.compiler.reset()
+        flags = f"--loss kto --batch-size 8 --steps 3 --sample-every 2 --sync-k 2 --reward {varied} {how}"
+        losses.append([line["loss"] for line in metrics(train(folder("llama3"), rows, tmp_path / how, flags))])
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch.compiler.reset()
+    assert graphs[0] == 0 < graphs[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 3
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 6
+    assert sharing == [{(True, True), (True, False), (False, False)}] * 2

@@ -34,8 +34,8 @@ CASES += [("grpo", "baseline", "ddp"), ("grpo", "baseline", "fsdp")]
 
 def flags_of(tiny, data_files, varied, loss: str, source: str, more: str = "") -> list[str]:
     # With this seed no token lies so near the clip's end that rounding decides whether it passes a gradient.
-    return shlex.split(f"--model {tiny} --data {data_files['groups']} --loss {loss} --steps 20 --batch-size 7 --lr 1e-3 "
-                       f"--max-new-tokens 4 --seed 1 --group-size 4 --sync-k 3 --microbatch-tokens 200 "
+    return shlex.split(f"--model {tiny} --data {data_files['groups']} --loss {loss} --steps 20 --batch-size 7 "
+                       f"--lr 1e-3 --max-new-tokens 4 --seed 1 --group-size 4 --sync-k 3 --microbatch-tokens 200 "
                        f"--reward {varied} {SOURCES[source]} {more}")
 
 
@@ -51,7 +51,8 @@ def folders(tiny, data_files, varied, tmp_path_factory):
     """The folder of each case run by two ranks."""
     home = tmp_path_factory.mktemp("ranks")
     folders = {case: home / "-".join(case) for case in CASES}
-    runs = [[*flags_of(tiny, data_files, varied, loss, source, "--shard" if how == "fsdp" else ""), "--out", str(folder)]
+    more = {"ddp": "", "fsdp": "--shard"}
+    runs = [[*flags_of(tiny, data_files, varied, loss, source, more[how]), "--out", str(folder)]
             for (loss, source, how), folder in folders.items()]
     (home / "driver.py").write_text(DRIVER)
     (home / "runs.json").write_text(json.dumps(runs))

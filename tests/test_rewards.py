@@ -1,6 +1,5 @@
-"""Rewards: which answers are right, whose scores they are, and that nothing which goes wrong with one stops a run."""
+"""Rewards: which answers are right, whose rewards they are, and that nothing that goes wrong with one stops a run."""
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -67,9 +66,11 @@ def test_the_final_answer_is_found(completion, answer):
 
 
 @pytest.mark.parametrize("row, answer", [
-    ({"answer": "3 + 4 = 7\n#### 1,234"}, "1,234"), ({"answer": r"\frac{1}{2}", "solution": r"\boxed{3}"}, r"\frac{1}{2}"), ({"answer": 0}, "0"),
-    ({"solution": r"It is \boxed{1}, or \boxed{\frac{1}{2}}."}, r"\frac{1}{2}"), ({"answer": None, "solution": r"\boxed{x}"}, "x"),
-    ({"answer": r"Thus $\boxed{8}$."}, "8"), ({"solution": "It is 3."}, None), ({"solution": None}, None), ({}, None), ({"answer": " "}, None),
+    ({"answer": "3 + 4 = 7\n#### 1,234"}, "1,234"), ({"answer": 0}, "0"),
+    ({"answer": r"\frac{1}{2}", "solution": r"\boxed{3}"}, r"\frac{1}{2}"),
+    ({"solution": r"It is \boxed{1}, or \boxed{\frac{1}{2}}."}, r"\frac{1}{2}"),
+    ({"answer": None, "solution": r"\boxed{x}"}, "x"), ({"answer": r"Thus $\boxed{8}$."}, "8"),
+    ({"solution": "It is 3."}, None), ({"solution": None}, None), ({}, None), ({"answer": " "}, None),
     ({"solution": r"\boxed{"}, None), ({"answer": "7\n####"}, None),
 ])
 def test_the_reference_is_the_rows_answer_or_the_box_of_its_solution(row, answer):
@@ -77,15 +78,18 @@ def test_the_reference_is_the_rows_answer_or_the_box_of_its_solution(row, answer
 
 
 @pytest.mark.parametrize("reference, answer", [
-    ("18", "$18$."), ("18", "18.00"), ("18", "+18"), ("-5", "−5"), ("10,\\!080", "10080"), ("11,\\! 111,\\! 100", "11,111,100"), ("1000", "1{,}000"),
-    ("\\$32,\\!348", "32348"), (".35625", "0.35625"), ("18", "**18**"), ("\\frac{3}{2}", "\\dfrac{3}{2}"), ("\\frac{3}{2}", "$\\tfrac{3}{2}$"),
-    ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})"), ("\\text{Evelyn}", "Evelyn"), ("5.4 \\text{ cents}", "5.4 cents"), ("p - q", "p-q"),
+    ("18", "$18$."), ("18", "18.00"), ("18", "+18"), ("-5", "−5"), ("10,\\!080", "10080"),
+    ("11,\\! 111,\\! 100", "11,111,100"), ("1000", "1{,}000"), ("\\$32,\\!348", "32348"), (".35625", "0.35625"),
+    ("18", "**18**"), ("\\frac{3}{2}", "\\dfrac{3}{2}"), ("\\frac{3}{2}", "$\\tfrac{3}{2}$"),
+    ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})"), ("\\text{Evelyn}", "Evelyn"),
+    ("5.4 \\text{ cents}", "5.4 cents"), ("p - q", "p-q"),
 ])
 def test_equal_strings_and_numbers_need_no_mathematics(asked, reference, answer):
     assert math_reward.same_answer(reference, answer) is True and not asked
 
 
-@pytest.mark.parametrize("reference, answer", [("18", "19"), ("18", ""), ("1.5", "15"), ("18", "1" * 100_000), ("0.001", "0"), ("1,234", "234")])
+@pytest.mark.parametrize("reference, answer", [
+    ("18", "19"), ("18", ""), ("1.5", "15"), ("18", "1" * 100_000), ("0.001", "0"), ("1,234", "234")])
 def test_different_numbers_need_no_mathematics(asked, reference, answer):
     assert math_reward.same_answer(reference, answer) is False and not asked
 
@@ -102,33 +106,40 @@ def math_score():
 
 
 EQUAL = [
-    (r"\frac{14}{3}", r"\boxed{14/3}"), (r"\frac{1}{2}", "The answer is 0.5"), (r"\frac43", r"\boxed{\frac{4}{3}}"), ("1/3", r"\boxed{\frac{2}{6}}"),
-    (r"3\sqrt{13}", r"\boxed{\sqrt{117}}"), (r"\frac{\sqrt{3}}{3}", r"\boxed{\frac{1}{\sqrt3}}"), ("x^2+2x+1", r"\boxed{(x+1)^2}"), ("x=5", r"\boxed{5}"),
-    (r"137 \frac{1}{2}", r"\boxed{137.5}"), ("1,-2", r"\boxed{-2, 1}"), (r"90^\circ", r"\boxed{90}"), ("18", "so 9 * 2 = 18 dollars a day"),
-    ("18", "#### 18 dollars"), (r"\begin{pmatrix} 1/5 \\ -3 \end{pmatrix}", r"\boxed{\begin{pmatrix} 0.2 \\ -3 \end{pmatrix}}"),
-    (r"(-\infty, 2) \cup (3, \infty)", r"\boxed{(3,\infty)\cup(-\infty,2)}"), ("20", r"\boxed{20\%}"), (r"6 - 5i", r"\boxed{-5i+6}"), (r"\$36", r"$36 = \boxed{36}$"),
-    ("12", "The answer is 3*4"),
+    (r"\frac{14}{3}", r"\boxed{14/3}"), (r"\frac{1}{2}", "The answer is 0.5"), (r"\frac43", r"\boxed{\frac{4}{3}}"),
+    ("1/3", r"\boxed{\frac{2}{6}}"), (r"3\sqrt{13}", r"\boxed{\sqrt{117}}"),
+    (r"\frac{\sqrt{3}}{3}", r"\boxed{\frac{1}{\sqrt3}}"), ("x^2+2x+1", r"\boxed{(x+1)^2}"), ("x=5", r"\boxed{5}"),
+    (r"137 \frac{1}{2}", r"\boxed{137.5}"), ("1,-2", r"\boxed{-2, 1}"), (r"90^\circ", r"\boxed{90}"),
+    ("18", "so 9 * 2 = 18 dollars a day"), ("18", "#### 18 dollars"), ("12", "The answer is 3*4"),
+    (r"\begin{pmatrix} 1/5 \\ -3 \end{pmatrix}", r"\boxed{\begin{pmatrix} 0.2 \\ -3 \end{pmatrix}}"),
+    (r"(-\infty, 2) \cup (3, \infty)", r"\boxed{(3,\infty)\cup(-\infty,2)}"), ("20", r"\boxed{20\%}"),
+    (r"6 - 5i", r"\boxed{-5i+6}"), (r"\$36", r"$36 = \boxed{36}$"),
 ]
 UNEQUAL = [
-    (r"\frac{14}{3}", r"\boxed{4.6}"), ("5", r"\boxed{x + 5}"), ("x^2+2x+1", r"\boxed{x^2+1}"), (r"\text{even}", "odd"), ("1,-2", r"\boxed{1}"),
-    ("18", "It could be 18, or perhaps 20"), (r"\pi", r"\boxed{3.14}"), ("(3,4]", r"\boxed{[3,4]}"), ("3", "I do not know"), ("3", r"\boxed{}"), ("3", "3/4 cups"),
+    (r"\frac{14}{3}", r"\boxed{4.6}"), ("5", r"\boxed{x + 5}"), ("x^2+2x+1", r"\boxed{x^2+1}"), (r"\text{even}", "odd"),
+    ("1,-2", r"\boxed{1}"), ("18", "It could be 18, or perhaps 20"), (r"\pi", r"\boxed{3.14}"),
+    ("(3,4]", r"\boxed{[3,4]}"), ("3", "I do not know"), ("3", r"\boxed{}"), ("3", "3/4 cups"),
 ]
 
 
 def test_mathematics_decides_what_strings_cannot(math_score, capsys):
     references, completions = zip(*EQUAL, *UNEQUAL)
-    scores = math_score([PROMPT] * len(references), list(completions), [{"answer": reference} for reference in references])
+    rows = [{"answer": reference} for reference in references]
+    scores = math_score([PROMPT] * len(references), list(completions), rows)
     assert scores == [1.0] * len(EQUAL) + [0.0] * len(UNEQUAL)
     assert not warnings(capsys)
 
 
 def test_hostile_answers_cost_themselves_and_nothing_else(math_score, tmp_path, capsys):
     code = f"__import__('os').system('touch {tmp_path}/hit')"
-    hostile = [code, f"\\boxed{{{code}}}", f"The answer is {code}", f"#### 3+{code}", f"\\boxed{{\\text{{{code}}}}}", f"${code}$", "\\boxed{" + "{" * 400 + "}" * 400 + "}",
-               "9**9**9**9", "9^9^9^9 apples", "\\boxed{9^{9^{9^9}}}", "\\boxed{(10^{10})!}", "(" * 400 + "3" + ")" * 400, "\\frac" * 150, "x" * 100_000,
-               "\\boxed{" * 10_000, "\\boxed{" + "1+" * 50_000 + "1}", "answer is " * 10_000, "#### " + "9" * 5000, "\ud800", "\x00", "\\boxed{\\sum_{n=1}^{10^{12}} n^{-3}}"]
+    hostile = [code, f"\\boxed{{{code}}}", f"The answer is {code}", f"#### 3+{code}", f"\\boxed{{\\text{{{code}}}}}",
+               f"${code}$", "\\boxed{" + "{" * 400 + "}" * 400 + "}", "9**9**9**9", "9^9^9^9 apples",
+               "\\boxed{9^{9^{9^9}}}", "\\boxed{(10^{10})!}", "(" * 400 + "3" + ")" * 400, "\\frac" * 150,
+               "x" * 100_000, "\\boxed{" * 10_000, "\\boxed{" + "1+" * 50_000 + "1}", "answer is " * 10_000,
+               "#### " + "9" * 5000, "\ud800", "\x00", "\\boxed{\\sum_{n=1}^{10^{12}} n^{-3}}"]
     started = time.perf_counter()
-    scores = math_score([PROMPT] * (len(hostile) + 1), hostile + ["\\boxed{16/2}"], [{"answer": "8"}] * (len(hostile) + 1))
+    completions = hostile + ["\\boxed{16/2}"]
+    scores = math_score([PROMPT] * len(completions), completions, [{"answer": "8"}] * len(completions))
     assert time.perf_counter() - started < 3.0 * len(hostile)
     assert set(scores[:-1]) == {0.0, -7.0} and scores[-1] == 1.0
     assert not (tmp_path / "hit").exists()
@@ -138,10 +149,21 @@ def test_hostile_answers_cost_themselves_and_nothing_else(math_score, tmp_path, 
 
 def test_the_process_of_mathematics_runs_no_text_as_code_and_has_little_memory(tmp_path):
     hostile = f"__import__('os').system('touch {tmp_path}/hit')"
-    attempt = "\nimport sympy\nfor run in (sympy.sympify, sympy.Number, sympy.parsing.sympy_parser.parse_expr, eval, exec):\n" \
-              f"    try:\n        run({hostile!r})\n    except Exception as error:\n        print(type(error).__name__)\n"
-    source = f"import sys\nsys.path.insert(0, {str(MATH_FILE.parent)!r})\nimport math_reward\nmath_reward.load()\n" \
-             "import resource\nprint(resource.getrlimit(resource.RLIMIT_AS)[0])\n"
+    attempt = f"""
+import sympy
+for run in (sympy.sympify, sympy.Number, sympy.parsing.sympy_parser.parse_expr, eval, exec):
+    try:
+        run({hostile!r})
+    except Exception as error:
+        print(type(error).__name__)
+"""
+    source = f"""
+import resource, sys
+sys.path.insert(0, {str(MATH_FILE.parent)!r})
+import math_reward
+math_reward.load()
+print(resource.getrlimit(resource.RLIMIT_AS)[0])
+"""
     blocked = subprocess.run([sys.executable, "-c", source + attempt], capture_output=True, text=True)
     assert not (tmp_path / "hit").exists() and len(blocked.stdout.split()) == 6, blocked
     assert sys.platform != "linux" or int(blocked.stdout.split()[0]) == 4 << 30
@@ -170,9 +192,12 @@ def test_the_process_of_mathematics_has_its_limits_again_after_it_was_killed():
 
 def test_no_mathematics_is_done_in_the_process_of_the_trainer(math_score):
     assert math_score([PROMPT], [r"\boxed{\sqrt{4}}"], [{"answer": r"\frac{4}{2}"}]) == [1.0]
-    source = "import torch, humanline\nreward = humanline.Reward(humanline.Config(reward='math'), torch.device('cpu'))\n" \
-             "print(reward([[]], [r'\\boxed{\\sqrt{4}}'], [{'answer': r'\\frac{4}{2}'}]))\n" \
-             "import sys\nprint('math_verify' in sys.modules, 'math_reward' in sys.modules)\n"
+    source = r"""
+import sys, torch, humanline
+reward = humanline.Reward(humanline.Config(reward="math"), torch.device("cpu"))
+print(reward([[]], [r"\boxed{\sqrt{4}}"], [{"answer": r"\frac{4}{2}"}]))
+print("math_verify" in sys.modules, "math_reward" in sys.modules)
+"""
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.splitlines() == ["[1.0]", "False False"], done
 
@@ -195,9 +220,9 @@ def test_every_reference_of_a_real_data_set_is_right_and_another_rows_is_not(nam
     assert scores == [float(reference == other) for reference, other in zip(references, others)]
 
 
-# Functions of the user's own.
+# Functions of the user.
 
-OWN = '''
+FUNCTIONS = '''
 import os, subprocess, sys, time
 import beside
 import numpy
@@ -208,13 +233,20 @@ def good(prompts, completions, rows):
     print("scoring", flush=True)
     os.write(1, b"more noise")
     assert all(message.keys() == {"role", "content"} for prompt in prompts for message in prompt)
-    return [beside.value * len(text) + row["bonus"] + len(prompt) for prompt, text, row in zip(prompts, completions, rows)]
+    samples = zip(prompts, completions, rows)
+    return [beside.value * len(text) + row["bonus"] + len(prompt) for prompt, text, row in samples]
 
 def array(prompts, completions, rows):
     return numpy.array([len(text) for text in completions]) / 2
 
 def items(prompts, completions, rows):
     return [numpy.float32(1.5), numpy.array(True), 2]
+
+def written(prompts, completions, rows):
+    return [len(text) if repr(row.get("answer")) == text else -1 for text, row in zip(completions, rows)]
+
+def unchanged(prompts, completions, rows):
+    return [float(repr(row["answer"]) == row["written"]) for row in rows]
 
 def pids(prompts, completions, rows):
     return [os.getpid() for text in completions]
@@ -239,36 +271,85 @@ def trouble(prompts, completions, rows):
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("100%s{own}")
+def user_files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("100%s{files}")
     (folder / "beside.py").write_text("value = 10\n")
-    (folder / "heavy.py").write_text(OWN)
-    (folder / "light-one.py").write_text(OWN.replace("import numpy\n", ""))
+    (folder / "heavy.py").write_text(FUNCTIONS)
+    (folder / "light-weight.py").write_text(FUNCTIONS.replace("import numpy\n", ""))
     return folder
 
 
-def test_a_function_of_ones_own_sees_prompts_completions_and_rows(own, capfd):
+def test_a_users_function_sees_prompts_completions_and_rows(user_files, capfd):
     rows = [{"bonus": 0.25, "prompt": "x"}, {"bonus": 0, "when": Path("a date or the like")}]
-    assert load(f"{own}/light-one.py:good")([PROMPT, PROMPT * 2], ["abc", "é\ud800"], rows) == [31.25, 22.0]
+    assert load(f"{user_files}/light-weight.py:good")([PROMPT, PROMPT * 2], ["abc", "é\ud800"], rows) == [31.25, 22.0]
     assert "scoring" in capfd.readouterr().out  # what it prints is printed
 
 
-def test_a_function_may_return_an_array_or_numbers_of_any_kind(own):
-    assert load(f"{own}/heavy.py:array")([PROMPT] * 3, ["", "a", "bb"], [{}] * 3) == [0.0, 0.5, 1.0]
-    assert load(f"{own}/heavy.py:items")([PROMPT] * 3, ["", "a", "bb"], [{}] * 3) == [1.5, 1.0, 2.0]
+TYPES = ["2024-01-08", "2024-01-08T00:00:00Z", 5, 2.5, 5.0, "5", "007", 12345678901234567890, True, None, [1, "2"],
+         {"b": 1.0, "a": 2}]
+
+
+@pytest.mark.parametrize("value", TYPES, ids=repr)
+def test_a_value_reaches_the_reward_as_it_is_written_beside_values_of_other_types(user_files, tmp_path, value):
+    others = [other for other in TYPES if repr(other) != repr(value)]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": answer} for answer in [value, *others]])
+    row = humanline.read_rows(path, Config(), "--data")[0]
+    [length] = load(f"{user_files}/light-weight.py:written")([PROMPT], [repr(value)], [row.fields])
+    assert length == len(repr(value))
+
+
+def test_a_run_rewards_by_values_as_they_are_written(tiny, user_files, tmp_path):
+    rows = [{"prompt": "a", "answer": answer, "written": repr(answer)} for answer in TYPES if answer is not None]
+    path, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out"
+    flags = (f"--model {tiny} --data {path} --reward {user_files}/light-weight.py:unchanged --sample-every 1 "
+             f"--group-size 2 --batch-size {len(rows)} --steps 1 --max-new-tokens 2 --out {out}")
+    humanline.train(humanline.parse_config(flags.split()))
+    assert metrics(out)[0]["reward"] == 1.0
+
+
+def test_a_function_may_return_an_array_or_numbers_of_any_kind(user_files):
+    assert load(f"{user_files}/heavy.py:array")([PROMPT] * 3, ["", "a", "bb"], [{}] * 3) == [0.0, 0.5, 1.0]
+    assert load(f"{user_files}/heavy.py:items")([PROMPT] * 3, ["", "a", "bb"], [{}] * 3) == [1.5, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("kind, reason", [
-    ("raise", "KeyError: 'no such"), ("exit", "SystemExit: 0"), ("crash", "ended with status -6"), ("hang", "took longer than 1 s"), ("spin", "took longer than 1 s"),
-    ("wrong length", "is no list of 4"), ("no list", "is no list of 4"), ("no JSON", "tolist"), ("nan", "nan"), ("infinite", "-inf"), ("none", "None"),
+    ("raise", "KeyError: 'no such"), ("exit", "SystemExit: 0"), ("crash", "ended with status -6"),
+    ("hang", "took longer than 1 s"), ("spin", "took longer than 1 s"), ("wrong length", "is no list of 4"),
+    ("no list", "is no list of 4"), ("no JSON", "tolist"), ("nan", "nan"), ("infinite", "-inf"), ("none", "None"),
     ("text", "'0.5'"), ("list", "[1.0]"), ("huge", "1000000"),
 ])
-def test_a_bad_score_costs_its_sample_alone_and_one_warning(own, capsys, kind, reason):
-    score = load(f"{own}/light-one.py:trouble", reward_seconds=0.5, reward_failed=-3.0)
+def test_a_bad_score_costs_its_sample_alone_and_one_warning(user_files, capsys, kind, reason):
+    score = load(f"{user_files}/light-weight.py:trouble", reward_seconds=0.5, reward_failed=-3.0)
     assert score([PROMPT] * 4, ["a", kind, "b", "c"], [{}] * 4) == [1.0, -3.0, 1.0, 1.0]
     [line] = warnings(capsys)
-    assert "light-one.py:trouble: 1 of 4 samples failed and get -3" in line and reason in line
+    assert "light-weight.py:trouble: 1 of 4 samples failed and get -3" in line and reason in line
     assert score([PROMPT] * 2, ["a", "b"], [{}] * 2) == [1.0, 1.0] and not warnings(capsys)
+
+
+def test_a_users_file_may_load_once_and_say_what_a_row_lacks(tiny, tmp_path, capsys):
+    (tmp_path / "careful.py").write_text("""
+loads = []
+
+def load():
+    loads.append(1)
+
+def missing(row):
+    return "" if row["bonus"] != 0 else "no bonus"
+
+def careful(prompts, completions, rows):
+    return [len(loads) + row["bonus"] for row in rows]
+""")
+    reward, name = load(f"{tmp_path}/careful.py:careful"), f"{tmp_path}/careful.py:careful"
+    assert reward.missing([{"bonus": 1}, {"bonus": 0}]) == ["", "no bonus"]
+    for _ in range(2):
+        assert reward([PROMPT] * 2, ["a", "b"], [{"bonus": 1}, {"bonus": 2}]) == [2.0, 3.0]
+    flags = f"--model {tiny} --sample-every 1 --max-new-tokens 4 --reward {name} --out {tmp_path / 'out'} --data".split()
+    for rows, expected in (([{"prompt": "a", "bonus": 1}, {"prompt": "b", "bonus": 0}], r"rows.jsonl row 2: no bonus\n"),
+                           ([{"prompt": "a"}], r"--reward .*careful.py:careful.*KeyError: 'bonus'.*\n")):
+        path = write_jsonl(tmp_path / "rows.jsonl", rows)
+        assert humanline.main([*flags, path]) == 2
+        assert re.fullmatch(rf"humanline.py: error: .*{expected}", capsys.readouterr().err)
+        assert not (tmp_path / "out").exists()
 
 
 def gone(pid: int) -> bool:
@@ -288,14 +369,14 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="re
 
 
 @needs_proc
-def test_a_time_out_ends_the_process_and_what_it_started(own):
-    load(f"{own}/light-one.py:trouble", reward_seconds=0.5)([PROMPT], ["hang"], [{}])
-    assert all(gone(int(pid)) for pid in (own / "pids").read_text().split())
+def test_a_time_out_ends_the_process_and_what_it_started(user_files):
+    load(f"{user_files}/light-weight.py:trouble", reward_seconds=0.5)([PROMPT], ["hang"], [{}])
+    assert all(gone(int(pid)) for pid in (user_files / "pids").read_text().split())
 
 
 @needs_proc
-def test_a_reward_that_is_dropped_leaves_no_process(own):
-    score = load(f"{own}/light-one.py:pids")
+def test_a_reward_that_is_dropped_leaves_no_process(user_files):
+    score = load(f"{user_files}/light-weight.py:pids")
     [pid] = {int(value) for value in score([PROMPT] * 3, ["a"] * 3, [{}] * 3)}  # one call for all
     assert Path(f"/proc/{pid}").exists()
     del score
@@ -303,16 +384,18 @@ def test_a_reward_that_is_dropped_leaves_no_process(own):
 
 
 @needs_proc
-def test_the_process_ends_with_a_trainer_that_is_killed_even_amid_a_call(own):
-    (own / "pids").unlink(missing_ok=True)
-    trainer = subprocess.Popen([sys.executable, "-c", "import humanline, torch\n"
-                                f"config = humanline.Config(reward='{own}/light-one.py:trouble', reward_seconds=500.0)\n"
-                                "score = humanline.Reward(config, torch.device('cpu'))\n"
-                                "score([[]], ['hang'], [{}])"], cwd=ROOT)
-    while not (own / "pids").exists() or not (own / "pids").read_text():
+def test_the_process_ends_with_a_trainer_that_is_killed_even_amid_a_call(user_files):
+    (user_files / "pids").unlink(missing_ok=True)
+    source = f"""
+import humanline, torch
+config = humanline.Config(reward="{user_files}/light-weight.py:trouble", reward_seconds=500.0)
+humanline.Reward(config, torch.device("cpu"))([[]], ["hang"], [{{}}])
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT)
+    while not (user_files / "pids").exists() or not (user_files / "pids").read_text():
         assert trainer.poll() is None
         time.sleep(0.05)
-    worker, child = map(int, (own / "pids").read_text().split())
+    worker, child = map(int, (user_files / "pids").read_text().split())
     trainer.kill()
     trainer.wait()
     assert gone(worker)
@@ -330,9 +413,11 @@ def reward_model(tmp_path_factory) -> str:
     folder, tokenizer = tmp_path_factory.mktemp("reward-model"), humanline.embedded_tokenizer()
     torch.manual_seed(1)
     LlamaForSequenceClassification(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64,
-        num_labels=1, pad_token_id=tokenizer.pad_token_id, initializer_range=0.2)).save_pretrained(folder)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)])
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, num_labels=1, pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2)).save_pretrained(folder)
+    bos = [("<bos>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=bos)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -341,16 +426,21 @@ COMPLETIONS = ["2", "", "a long answer, with many words", "12", "<eos>x"]
 
 
 def by_hand(folder: str) -> list[float]:
-    """The logit of each of COMPLETIONS to PROMPT, one by one."""
+    """The logit of each of COMPLETIONS to PROMPT, by itself."""
     from transformers import AutoTokenizer, LlamaForSequenceClassification
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), LlamaForSequenceClassification.from_pretrained(folder)
-    turns = [[*PROMPT, {"role": "assistant", "content": text}] for text in COMPLETIONS]
-    ids = [tokenizer.apply_chat_template(one, return_dict=False) if tokenizer.chat_template else
-           tokenizer("\n\n".join(message["content"] for message in one))["input_ids"] for one in turns]
-    assert all(one.count(tokenizer.bos_token_id) == 1 for one in ids)
-    with torch.no_grad():
-        return [float(model(torch.tensor([one])).logits[0, 0]) for one in ids]
+    logits = []
+    for text in COMPLETIONS:
+        dialogue = [*PROMPT, {"role": "assistant", "content": text}]
+        if tokenizer.chat_template:
+            ids = tokenizer.apply_chat_template(dialogue, return_dict=False)
+        else:
+            ids = tokenizer("\n\n".join(message["content"] for message in dialogue))["input_ids"]
+        assert ids.count(tokenizer.bos_token_id) == 1
+        with torch.no_grad():
+            logits.append(float(model(torch.tensor([ids])).logits[0, 0]))
+    return logits
 
 
 @pytest.mark.parametrize("tokens", [1, 60, 10_000])
@@ -363,10 +453,11 @@ def test_a_reward_model_needs_neither_padding_nor_a_chat_template(reward_model, 
     shutil.copytree(reward_model, tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": None}))
-    assert load(f"model:{tmp_path / 'model'}")([PROMPT] * 5, COMPLETIONS, [{}] * 5) == pytest.approx(by_hand(reward_model), abs=1e-5)
+    samples = [PROMPT] * 5, COMPLETIONS, [{}] * 5
+    assert load(f"model:{tmp_path / 'model'}")(*samples) == pytest.approx(by_hand(reward_model), abs=1e-5)
     (tmp_path / "model" / "chat_template.jinja").unlink()
     plain = by_hand(str(tmp_path / "model"))
-    assert load(f"model:{tmp_path / 'model'}")([PROMPT] * 5, COMPLETIONS, [{}] * 5) == pytest.approx(plain, abs=1e-5)
+    assert load(f"model:{tmp_path / 'model'}")(*samples) == pytest.approx(plain, abs=1e-5)
     assert plain != by_hand(reward_model) and not warnings(capsys)
 
 
@@ -382,7 +473,8 @@ def test_a_reward_models_own_score_goes_before_its_logits(reward_model, monkeypa
 
     expected = by_hand(reward_model)
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", scored)
-    assert load(f"model:{reward_model}")([PROMPT] * 5, COMPLETIONS, [{}] * 5) == pytest.approx([100 + value for value in expected], abs=1e-4)
+    scores = load(f"model:{reward_model}")([PROMPT] * 5, COMPLETIONS, [{}] * 5)
+    assert scores == pytest.approx([100 + value for value in expected], abs=1e-4)
 
 
 def test_a_dialogue_beyond_the_reward_models_positions_fails_alone(reward_model, capsys):
@@ -398,15 +490,15 @@ def sums(tmp_path) -> str:
     return write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(8)])
 
 
-@pytest.mark.parametrize("reward", ["exact", "math", "model", "own"])
-def test_training_takes_each_reward(tiny, reward_model, own, sums, tmp_path, reward):
-    name = {"model": f"model:{reward_model}", "own": f"{own}/light-one.py:trouble"}.get(reward, reward)
-    flags = f"--model {tiny} --data {sums} --reward {name} --sample-every 2 --steps 3 --batch-size 2 --group-size 3 --max-new-tokens 4 --lr 1e-2 " \
-            f"--eval-data {sums} --eval-every 2 --out {tmp_path / 'out'}"
+@pytest.mark.parametrize("reward", ["exact", "math", "model", "function"])
+def test_training_takes_each_reward(tiny, reward_model, user_files, sums, tmp_path, reward):
+    name = {"model": f"model:{reward_model}", "function": f"{user_files}/light-weight.py:trouble"}.get(reward, reward)
+    flags = (f"--model {tiny} --data {sums} --reward {name} --sample-every 2 --steps 3 --batch-size 2 --group-size 3 "
+             f"--max-new-tokens 4 --lr 1e-2 --eval-data {sums} --eval-every 2 --out {tmp_path / 'out'}")
     humanline.train(humanline.parse_config(flags.split()))
     lines = metrics(tmp_path / "out")
     assert len(lines) == 3 and all("reward" in line for line in lines) and "accuracy" in lines[1]
-    assert all(line["reward"] == 1.0 for line in lines) if reward == "own" else all(abs(line["reward"]) < 100 for line in lines)
+    assert all(line["reward"] == 1.0 if reward == "function" else abs(line["reward"]) < 100 for line in lines)
     assert reward != "model" or any(line["grad_norm"] > 0 for line in lines)
 
 
@@ -414,7 +506,8 @@ def test_a_reward_that_always_fails_does_not_stop_a_run(run, tmp_path, capsys):
     (tmp_path / "bad.py").write_text("def bad(prompts, completions, rows):\n    raise ValueError('never works')\n")
     lines = metrics(run(f"--sample-every 1 --steps 3 --reward {tmp_path}/bad.py:bad --reward-failed -0.5"))
     assert [line["reward"] for line in lines] == [-0.5] * 3
-    assert sum("16 of 16 samples failed and get -0.5" in line and "never works" in line for line in warnings(capsys)) == 3
+    failed = "16 of 16 samples failed and get -0.5"
+    assert sum(failed in line and "never works" in line for line in warnings(capsys)) == 3
 
 
 @pytest.mark.parametrize("reward, expected", [
@@ -434,8 +527,8 @@ def test_a_reward_that_cannot_be_is_one_line_before_training(tiny, tmp_path, mon
     for name, text in dict(empty="", broken="import nothing_like_it\n", syntax="def f(:\n").items():
         (tmp_path / f"{name}.py").write_text(text)
     write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "b", "solution": "none"}])
-    flags = ["--model", tiny, "--data", "rows.jsonl", "--sample-every", "1", "--max-new-tokens", "4", "--out", "out", "--reward", reward.replace("TINY", tiny)]
-    assert humanline.main(flags) == 2
+    flags = f"--model {tiny} --data rows.jsonl --sample-every 1 --max-new-tokens 4 --out out --reward"
+    assert humanline.main([*flags.split(), reward.replace("TINY", tiny)]) == 2
     error = capsys.readouterr().err
     assert re.search(expected, error) and error.startswith("humanline.py: error: ") and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -444,7 +537,8 @@ def test_a_reward_that_cannot_be_is_one_line_before_training(tiny, tmp_path, mon
 def test_mathematics_that_is_not_installed_is_one_line(monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ModuleNotFoundError(\"No module named 'math_verify'\")\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(UserError, match="--reward math: ModuleNotFoundError: No module named 'math_verify'; pip install math-verify"):
+    expected = "--reward math: ModuleNotFoundError: No module named 'math_verify'; pip install math-verify"
+    with pytest.raises(UserError, match=expected):
         load("math")
 
 
@@ -456,4 +550,4 @@ def test_rewards_settings_are_checked():
     for flags, expected in (("--reward-seconds 0", "must be above 0"), ("--reward-failed nan", "--reward-failed")):
         with pytest.raises(UserError, match=expected):
             humanline.parse_config(flags.split())
-    assert dataclasses.asdict(humanline.parse_config(["--reward", "a.py:f", "--reward-failed", "-1"]))["reward_failed"] == -1.0
+    assert humanline.parse_config(["--reward", "a.py:f", "--reward-failed", "-1"]).reward_failed == -1.0

@@ -1,4 +1,4 @@
-"""The lines under "In TRL too" in the README, run as they stand against the real TRL (CI installs it, users need not)."""
+"""The lines under "In TRL too" in the README, run as they stand against the real TRL, which users need not have."""
 
 import math
 import re
@@ -25,9 +25,10 @@ def weights(model) -> list[torch.Tensor]:
 
 
 def train(tiny, tmp_path, code: str):
-    """Run the lines for five steps; returns the trainer, and at each step's start the policy's and the reference's weights."""
-    settings = dict(output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=STEPS, learning_rate=1e-2, logging_steps=1,
-                    ref_model_sync_steps=K, report_to=[], save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True, seed=0)
+    """Run the lines for five steps; returns the log, and the policy's and reference's weights at each step's start."""
+    settings = dict(output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=STEPS, learning_rate=1e-2,
+                    logging_steps=1, ref_model_sync_steps=K, report_to=[], save_strategy="no", use_cpu=True, bf16=False,
+                    disable_tqdm=True, seed=0)
     names = dict(model=tiny, args=trl.DPOConfig(**settings), dataset=datasets.Dataset.from_list(rows_of("pairs", 24)))
     exec(code, names)
     trainer, seen = names["trainer"], []
@@ -71,7 +72,8 @@ def test_log_ratios_outside_the_clip_pass_no_gradient_and_inside_it_change_nothi
 
     closed = with_clip(1e-6, 2e-6)  # every log-ratio lies outside, the first step's zeros too
     assert all(line["grad_norm"] == 0 for line in closed)
-    plain, open_clip = train(tiny, tmp_path, re.sub(r"humanline_clip\((.*?), -1.5, 1.5\)", r"(\1)", lines()))[0], with_clip(-1e6, 1e6)
+    without_clip = re.sub(r"humanline_clip\((.*?), -1.5, 1.5\)", r"(\1)", lines())
+    plain, open_clip = train(tiny, tmp_path, without_clip)[0], with_clip(-1e6, 1e6)
     assert [line["loss"] for line in plain] == [line["loss"] for line in open_clip]
     assert plain[-1]["loss"] != train(tiny, tmp_path, lines())[0][-1]["loss"]
 
