@@ -27,6 +27,7 @@ unknown one.
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -58,7 +59,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
-from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
@@ -624,10 +624,9 @@ class Run:
 
         earlier, self.collapse = [], Collapse()
         if rank() == 0:
-            self.out.mkdir(parents=True, exist_ok=True)
             try:
-                stack.enter_context(FileLock(self.out / ".lock", blocking=False))
-            except Timeout:
+                stack.enter_context(locked(self.out, fcntl.LOCK_NB))
+            except BlockingIOError:
                 raise UserError(f"--out {self.out}: another process trains into it; choose another folder") from None
             for unfinished in Path(self.out, "checkpoint").glob(".step-*"):  # of a process that was killed
                 shutil.rmtree(unfinished)
@@ -745,6 +744,17 @@ def find_out_folder(config: Config) -> Path:
             f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another folder")
     require(os.access(parent, os.W_OK), f"--out {out}: {parent} is not writable; choose another folder")
     return out
+
+@contextlib.contextmanager
+def locked(folder: Path, flags: int = 0) -> Iterator[None]:
+    """Hold a folder's lock, which ends with the process, however it ends; raises BlockingIOError with LOCK_NB."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        yield
+    finally:
+        os.close(descriptor)
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
@@ -1302,12 +1312,9 @@ def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
 
 class Reward:
     """What --reward names, as a function(prompts, completions, rows) that gives a finite float for each completion and
-    raises nothing; raises UserError where it cannot be loaded.
-
-    Prompts are lists of messages (dicts with a `role` and a `content`), completions texts, rows dicts with all that the
-    data has. A file of yours may also have `load()`, called once in its process, and `missing(row)`: what a row lacks
-    to be rewarded, or "".
-    """
+    raises nothing; raises UserError where it cannot be loaded. Prompts are lists of messages (dicts with a `role` and a
+    `content`), completions texts, rows dicts with all that the data has. A file of yours may also have
+    `prepare_reward()`, called once in its process, and `missing_for_reward(row)`: what a row lacks, or ""."""
 
     def __init__(self, config: Config, device: torch.device):
         self.config, self.name, self.process = config, config.reward, None
@@ -1324,15 +1331,16 @@ class Reward:
                 if self.name == "math":
                     path = str(Path(__file__).with_name("configs") / "math_reward.py")
                 os.stat(path)
-                self.process = RewardProcess(path, function)
+                self.process = process = RewardProcess(path, function)
                 # One call for many samples. A hang must not last as long as the samples are many, hence the root.
                 limit = lambda samples: config.reward_seconds * math.sqrt(len(samples[1]))
-                self.function = lambda *samples: self.process("reward", *samples, limit=limit(samples))
+                self.function = lambda *samples: process("reward", *samples, limit=limit(samples))
 
     def missing(self, rows: list[dict]) -> list[str]:
         """What each row lacks to be rewarded, or ""."""
         if self.process:
-            return self.process("missing", rows, limit=300)
+            with explained(f"--reward {self.name}", "its missing_for_reward(row) must return text"):
+                return self.process("missing", rows, limit=300)
         lack = "no 'answer'; --reward exact compares the completion with it"
         return [lack if self.name == "exact" and row.get("answer") is None else "" for row in rows]
 
@@ -1440,7 +1448,7 @@ class RewardProcess:
 def serve_reward(path, name, pipe):
     """In a RewardProcess: answer calls, the first of which only loads, until the pipe closes, even amid a call."""
     import importlib, json, multiprocessing.connection, os, queue, sys, threading
-    pipe, calls, function = multiprocessing.connection.Connection(pipe), queue.SimpleQueue(), None
+    pipe, calls, loaded = multiprocessing.connection.Connection(pipe), queue.SimpleQueue(), False
 
     def listen():
         try:
@@ -1456,10 +1464,12 @@ def serve_reward(path, name, pipe):
         try:
             module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
             value, function = None, getattr(module, name)
-            if kind == "load" and hasattr(module, "load"):
-                module.load()
-            elif kind == "missing":
-                value = [module.missing(row) if hasattr(module, "missing") else "" for row in values[0]]
+            if not loaded and hasattr(module, "prepare_reward"):
+                module.prepare_reward()
+            loaded = True
+            if kind == "missing":
+                missing = getattr(module, "missing_for_reward", lambda row: "")
+                value = [missing(row) for row in values[0]]
             elif kind == "reward":
                 value = function(*values)
             answer = json.dumps({"value": value}, default=lambda value: value.tolist())  # tensors and arrays
@@ -2107,7 +2117,7 @@ def main(argv: list[str] | None = None) -> int:
 
 # What None stands for, where the entry of the loss says nothing else.
 DEFAULTS = dict(max_new_tokens=512, eval_every=0, batch_size=32, lr=1e-6, sync_k=1)
-EMBEDDED_DEFAULTS = dict(max_new_tokens=8, eval_every=64, batch_size=32, lr=8e-4, sync_k=128, steps=256)
+EMBEDDED_DEFAULTS = dict(eval_every=64, batch_size=32, lr=8e-4, sync_k=128, steps=256)
 
 def parse_config(argv: list[str]) -> Config:
     """Flags over --config over defaults, every `None` that has a default resolved, every value checked."""
@@ -2122,9 +2132,11 @@ def parse_config(argv: list[str]) -> Config:
     require(config.loss in LOSSES, f"--loss {config.loss}: {suggest(config.loss, LOSSES)}")
     loss, defaults = LOSSES[config.loss], DEFAULTS | LOSSES[config.loss].defaults
     if source_name(config.model) == "embedded":
-        defaults = EMBEDDED_DEFAULTS | loss.embedded_defaults
+        part = config.model.partition(":")[2]
+        recipe, defaults = RECIPES.get(part, RECIPES["base"]), EMBEDDED_DEFAULTS | loss.embedded_defaults
+        defaults["max_new_tokens"] = recipe.max_new_tokens
         if all(source_name(name) == "embedded" for name in config.data):
-            defaults["eval_data"] = "embedded:test"
+            defaults["eval_data"] = f"embedded:{part}-test" if recipe.problems != two_digit_sums else "embedded:test"
     defaults["perception"] = "clip" if config.humanline else "none"
     if not config.humanline or config.sync_drift is not None:
         defaults["sync_k"] = 0
@@ -2322,8 +2334,7 @@ def embedded(name: str, kind: Literal["model", "data"]) -> str:
     home = os.environ.get("HUMANLINE_CACHE") or Path(caches, "humanline")
     folder = Path(home, f"embedded-{key}", f"{kind}-{part}")
     make = functools.partial(make_model if kind == "model" else make_data, parts[part], part.endswith("test"))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f".{folder.name}.lock")):  # of many processes that want it, one makes it
+    with locked(folder.with_name(f".{folder.name}.lock")):  # of many processes that want it, one makes it
         if folder.exists() and find_damage(folder):
             warn(f"{folder} is damaged; making it anew")
             shutil.rmtree(folder)

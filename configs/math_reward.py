@@ -18,7 +18,7 @@ def math(prompts: list, completions: list[str], rows: list[dict]) -> list[float]
     return [float(same_answer(reference_answer(row), final_answer(text))) for text, row in zip(completions, rows)]
 
 
-def missing(row: dict) -> str:
+def missing_for_reward(row: dict) -> str:
     """What a row lacks, or ""."""
     if reference_answer(row) is None:
         return "no 'answer', and no 'solution' with a \\boxed{}; --reward math needs one of them"
@@ -122,7 +122,7 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def load() -> None:
+def prepare_reward() -> None:
     """What --reward math does at the start of its process."""
     if sys.platform == "linux":
         limit_memory()

@@ -66,7 +66,7 @@ RUNS = {  # more flags; "2 ranks" and "resumed" in a name say how the run is sta
     "grpo copy resumed": "--loss grpo --sync-k 2 --save-every 3 --ref copy",
 }
 REAL = ("--model ../real --data ../dialogues.jsonl --reward ../reward.py:varied --limit 512 "
-        "--steps 4 --batch-size 4 --lr 1e-5 --sync-k 2 --max-length 256 "
+        "--steps 4 --batch-size 4 --lr 5e-5 --sync-k 2 --max-length 256 "
         "--group-size 4 --max-new-tokens 16")
 REAL_RUNS = {"dpo pairs": "--loss dpo", "kto pairs": "--loss kto", "grpo pairs": "--loss grpo",
              "grpo online": "--loss grpo --sample-every 1 --batch-size 2"}

@@ -19,6 +19,11 @@ def read(row: dict, **settings):
     return humanline.read_row(row, "data.jsonl row 1", Config(**settings))
 
 
+def sampler_of(tiny, **settings):
+    config = Config(model=tiny, **settings)
+    return humanline.Sampler(*humanline.load_policy(config, torch.device("cpu")), config)
+
+
 def units(loss, *groups):
     return [unit for group in groups for unit in LOSSES[loss].make_units(group)]
 
@@ -122,8 +127,8 @@ def test_several_sources_are_mixed_by_passes_and_limited(tmp_path, tiny):
     b = write_jsonl(tmp_path / "b.jsonl", rows_of("groups", 6))
     rows = humanline.read_sources([f"{a}=3", f"{b}=0.5"], Config(limit=4))
     assert len(rows) == 8 and [row.passes for row in rows] == [3.0] * 4 + [0.5] * 4
-    groups = [Group(i, [i], [], []) for i in range(8)]
-    often = [sum(group.row == i for group in humanline.repeat(groups, rows, 0)) for i in range(8)]
+    groups = humanline.encode_rows(rows, sampler_of(tiny))
+    often = [sum(group.row == i for group in groups) for i in range(8)]
     assert often[:4] == [3] * 4 and set(often[4:]) == {0, 1}
     with pytest.raises(UserError, match="'x' is no number of passes"):
         humanline.read_sources([f"{a}=x"], Config())
@@ -223,9 +228,8 @@ def test_system_message_and_prompt_template_surround_the_prompt():
 # Encoding.
 
 def encoded(tiny, rows, **settings):
-    config = Config(model=tiny, **settings)
-    policy, tokenizer = humanline.load_policy(config, torch.device("cpu"))
-    return tokenizer, humanline.encode_rows([read(row) for row in rows], humanline.Sampler(policy, tokenizer, config))
+    sampler = sampler_of(tiny, **settings)
+    return sampler.tokenizer, humanline.encode_rows([read(row) for row in rows], sampler)
 
 
 def test_completions_end_in_one_eos_and_prompts_begin_with_one_bos(tiny):

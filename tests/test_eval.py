@@ -1,4 +1,4 @@
-"""What eval.py says after a run: the estimates are right, the uncertainty is honest, and what is wrong is said in a line."""
+"""What eval.py says after a run: the estimates are right, the uncertainty is honest, bad input is said in a line."""
 
 import dataclasses
 import doctest
@@ -113,7 +113,7 @@ def test_length_control_takes_away_what_length_alone_has_won():
         delta = ours - theirs
         probability = 1 / (1 + np.exp(-3 * delta / delta.std()))
         assert probability.mean() > 0.6 and abs(length_controlled(probability, delta) - 0.5) < 0.05
-    # A judge that is a step at length 0 leaves it open how steep: right on the whole, and each time within its interval.
+    # A judge that is a step at length 0 leaves it open how steep: right on the whole.
     found = []
     for seed in range(20):
         ours, theirs = lengths(seed, longer=1.3)
@@ -181,12 +181,14 @@ def test_accuracy_is_what_its_samples_say(ask, tiny, problems, tmp_path):
     assert math.isclose(shown[9], np.mean([line["tokens"] for part in sampled for line in part]), abs_tol=0.06)
     assert math.isclose(shown[12], np.mean([line["truncated"] for part in sampled for line in part]), abs_tol=6e-4)
     assert 0 < shown[12] < 1
-    assert "by level (problems)\n" in said and "1 (15)" in said and f"more than {tiny}, by problem; comparisons: 1" in said
+    assert "by level (problems)\n" in said and "1 (15)" in said
+    assert f"more than {tiny}, by problem; comparisons: 1" in said
 
 
 def test_greedy_answers_are_the_likeliest_and_do_not_depend_on_the_seed(ask, tiny, problems, tmp_path):
     for seed in (0, 1):
-        ask(f"accuracy --model {tiny} --data {problems} --samples 2 --max-new-tokens 3 --seed {seed} --out {seed}.jsonl")
+        ask(f"accuracy --model {tiny} --data {problems} --samples 2 --max-new-tokens 3 --seed {seed} "
+            f"--out {seed}.jsonl")
     one, two = (read_lines(tmp_path / f"{seed}.jsonl") for seed in (0, 1))
     told = lambda lines, kind: [line["completion"] for line in lines if line["kind"] == kind]
     assert told(one, "greedy") == told(two, "greedy") and told(one, "sampled") != told(two, "sampled")
@@ -204,7 +206,8 @@ def test_a_runs_own_settings_are_used_and_flags_override_them(ask, run, problems
     ask(f"accuracy --model {folder} --data {problems} --samples 1 --out samples.jsonl")
     assert [message["content"][0] for message in prompt()] == ["h", "<"]
     assert max(line["tokens"] for line in read_lines(tmp_path / "samples.jsonl")) == 3
-    ask(f"accuracy --model {folder}/final --data {problems} --samples 1 --prompt-template [{{prompt}}] --out samples.jsonl")
+    ask(f"accuracy --model {folder}/final --data {problems} --samples 1 --prompt-template [{{prompt}}] "
+        "--out samples.jsonl")
     assert [message["content"][0] for message in prompt()] == ["h", "["]
 
 
@@ -248,13 +251,15 @@ def test_a_model_does_not_beat_itself(ask, tiny, problems, judges):
 
 
 def test_a_judge_is_asked_in_both_orders(ask, tiny, problems, judges):
-    said = ask(f"winrate --model {tiny} --against {tiny} --data {problems} --judge {judges}:lopsided --max-new-tokens 3")
+    said = ask(f"winrate --model {tiny} --against {tiny} --data {problems} --judge {judges}:lopsided "
+               "--max-new-tokens 3")
     assert line_of(said, "win rate")[0] == 0.5 and "wins 0.000, ties 1.000, losses 0.000" in said
     assert line_of(said, "favours what it reads first")[0] == 0.6
 
 
 def test_the_higher_reward_wins_and_ties_count_half(ask, tiny, data_files, tmp_path):
-    said = ask(f"winrate --model {tiny} --against data --data {data_files['groups']} --max-new-tokens 3 --out pairs.jsonl")
+    said = ask(f"winrate --model {tiny} --against data --data {data_files['groups']} --max-new-tokens 3 "
+               "--out pairs.jsonl")
     pairs, rows = read_lines(tmp_path / "pairs.jsonl"), read_lines(Path(data_files["groups"]))
     for pair, row in zip(pairs, rows):
         assert pair["against"] == row["completions"][int(np.argmax(row["scores"]))]
@@ -268,8 +273,8 @@ def test_alpaca_evals_files_are_read_and_written_as_it_has_them(ask, tiny, judge
     rows = [dict(instruction=row["prompt"], output=row["answer"], generator="reference", dataset="helpful_base")
             for row in rows_of("prompts")]
     data.write_text(json.dumps(rows))
-    ask(f"winrate --model {tiny} --data {data} --judge {judges}:longer --max-new-tokens 3 --prompt-template <{{prompt}}> "
-        f"--alpaca-eval out.json")
+    ask(f"winrate --model {tiny} --data {data} --judge {judges}:longer --max-new-tokens 3 "
+        "--prompt-template <{prompt}> --alpaca-eval out.json")
     ours, theirs = (json.loads((tmp_path / name).read_text()) for name in ("out.json", "out-against.json"))
     prompts = lambda outputs: [one["instruction"] for one in outputs]
     assert prompts(ours) == prompts(theirs) == prompts(rows)
@@ -300,7 +305,8 @@ def two_sources(tiny, tmp_path_factory):
 
 
 def test_data_ranks_what_the_model_finds_likely_first_and_says_so(ask, tiny, two_sources, tmp_path):
-    said = ask(f"data --model {tiny} --data {two_sources['other']} {two_sources['own']} --max-new-tokens 6 --out data.svg")
+    said = ask(f"data --model {tiny} --data {two_sources['other']} {two_sources['own']} --max-new-tokens 6 "
+               "--out data.svg")
     own, own_low, own_high, other = line_of(said, "mean log-prob, nats/token")[:4]
     assert own > other + 1 and own_low < own < own_high
     gap, low, high = line_of(said, f"{two_sources['other']}:")[:3]
@@ -318,7 +324,8 @@ def test_advice_follows_from_the_models_own_samples(nats, scores, advice):
     groups = [humanline.Group(i, [1], [[2], [3]], scores) for i in range(100)]
     spread = np.linspace(-0.1, 0.1, 100)
     source = evaluation.Source("it", groups, [[np.full(3, nats + one), np.full(2, nats - one)] for one in spread], own)
-    assert source.advice().startswith(advice) and source.advice().endswith(".") and source.estimate[0] == pytest.approx(nats)
+    assert source.advice().startswith(advice) and source.advice().endswith(".")
+    assert source.estimate[0] == pytest.approx(nats)
 
 
 def test_data_counts_what_is_wrong_with_it(ask, tiny, tmp_path):
@@ -337,11 +344,13 @@ def test_data_says_how_far_the_log_ratio_goes(ask, tiny, run, data_files):
     said = ask(f"data --model {tiny} --policy {folder} --data {data_files['pairs']} --own 0")
     before, after = (evaluation.load(name, humanline.parse_config(["--model", name]), scored=False)
                      for name in (tiny, f"{folder}/final"))
-    groups = evaluation.encode(before, humanline.read_rows(data_files["pairs"], humanline.Config(), "--data"), offline=True)
+    rows = humanline.read_rows(data_files["pairs"], humanline.Config(), "--data")
+    groups = evaluation.encode(before, rows, offline=True)
     logps = [[np.concatenate(group) for group in evaluation.token_logps(model, groups)] for model in (before, after)]
     d = [b - a for a, b in zip(*logps)]
     lowest, highest = min(map(np.min, d)), max(map(np.max, d))
-    assert line_of(said, "largest ratio, and its inverse") == pytest.approx([np.exp(highest), np.exp(-lowest)], rel=1e-2)
+    ratios = [np.exp(highest), np.exp(-lowest)]
+    assert line_of(said, "largest ratio, and its inverse") == pytest.approx(ratios, rel=1e-2)
     below, above = np.mean([(one < -1.5).mean() for one in d]), np.mean([(one > 1.5).mean() for one in d])
     assert below > 0 and math.isclose(line_of(said, "tokens with d below -1.5")[0], below, abs_tol=6e-4)
     assert above > 0 and math.isclose(line_of(said, "tokens with d above 1.5")[0], above, abs_tol=6e-4)
@@ -357,7 +366,8 @@ def test_what_perception_lets_through_is_what_training_lets_through():
         for one, share in zip(group, clipped):
             through = humanline.perceive(torch.tensor(one)[None], [], dataclasses.replace(config, perception="clip"))[1]
             assert share == through.double().mean()
-    # Sampling: with Betas that concentrate on their means, the rejected are those beyond [M_P m_P, 1 / (M_R m_R)] of a batch.
+    # Sampling: with Betas that concentrate on their means, it rejects what lies beyond a batch's
+    # [M_P m_P, 1 / (M_R m_R)].
     sharp = dataclasses.replace(config, gamma_p=3e5, beta_p=7e5, gamma_r=1e5, beta_r=9e5)
     for start in range(0, 10, 4):
         flat = np.concatenate([one for group in d[start : start + 4] for one in group])
@@ -382,7 +392,8 @@ def test_perception_finds_the_policys_own_samples_closer_than_other_data(ask, ru
 def test_plot_puts_seeds_into_one_line_and_keeps_settings_apart(ask, run, tmp_path):
     flags = "--steps 4 --eval-data {0} --eval-every 2 --eval-prompts 4 --sample-every 2"
     data = write_jsonl(tmp_path / "problems.jsonl", rows_of("prompts"))
-    runs = [run(f"{flags.format(data)} --seed {seed} {more}") for seed, more in ((0, ""), (1, ""), (0, "--no-humanline"))]
+    different = ("--seed 0", "--seed 1", "--seed 0 --no-humanline")
+    runs = [run(f"{flags.format(data)} {more}") for more in different]
     for against, word in (("steps", "optimizer steps"), ("seconds", "wall-clock time, seconds")):
         ask(f"plot ours={runs[0]} ours={runs[1]} plain={runs[2]} --against {against} --out curves.svg")
         picture = (tmp_path / "curves.svg").read_text()
@@ -433,7 +444,8 @@ def other_vocabulary(tiny, tmp_path):
     ("accuracy --model TINY --data empty.jsonl", "--data empty.jsonl: no rows"),
     ("accuracy --model TINY --data none.jsonl", "--data none.jsonl: no such file"),
     ("accuracy --model TINY --data noanswer.jsonl", "--data noanswer.jsonl row 1: no 'answer'"),
-    ("accuracy --model TINY --data prompts.jsonl --samples 4 --k 1 5", "--k 1 5 --samples 4: pass@k needs 1 <= k <= samples"),
+    ("accuracy --model TINY --data prompts.jsonl --samples 4 --k 1 5",
+     "--k 1 5 --samples 4: pass@k needs 1 <= k <= samples"),
     ("accuracy --model TINY --data prompts.jsonl --out samples.txt", "--out samples.txt: it must end in .jsonl"),
     ("accuracy --model TINY --data prompts.jsonl --temperature 0", "--temperature is 0.0; it must be above 0"),
     ("winrate --model TINY --data prompts.jsonl", "--against data: prompts.jsonl has rows without completions"),
@@ -457,8 +469,8 @@ def other_vocabulary(tiny, tmp_path):
     ("nothing", "accuracy, winrate, data, perception, plot"),
     ("accuracy --nothing 1", "--nothing"),
 ])
-def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other_vocabulary, judges, tmp_path, monkeypatch,
-                                                 capsys):
+def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other_vocabulary, judges, tmp_path,
+                                                 monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for folder in ("runs", "nothing", "died/checkpoint", "young"):
         Path(folder).mkdir(parents=True)
@@ -476,7 +488,8 @@ def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other
 
 
 def test_the_command_line_works_as_typed(tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "eval.py"), "plot", "none"], capture_output=True, text=True, cwd=tmp_path)
+    line = [sys.executable, str(ROOT / "eval.py"), "plot", "none"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
     said = "eval.py: error: plot none: no such run; the folder of a run holds metrics.jsonl\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
@@ -518,14 +531,15 @@ class Pretend(dict):
 
 def pretended(known, quick=False):
     runs = evaluation.Runs([1, 2, 3], known)
-    runs.quick, runs.quartiles = quick, [[(f"quartile-{i}.jsonl", float(-i), [0.2, 0.3, 0.5]) for i in (4, 3, 2, 1)]] * 3
+    quartiles = [(f"quartile-{i}.jsonl", float(-i), [0.2, 0.3, 0.5]) for i in (4, 3, 2, 1)]
+    runs.quick, runs.quartiles = quick, [quartiles] * 3
     return runs
 
 
 def test_the_gap_is_compared_seed_by_seed():
     said = "\n".join(evaluation.gap(pretended(Pretend())))
     row = next(line for line in said.splitlines() if "GRPO | a worse" in line)
-    assert "0.620 ± 0.025" in row and "0.820" in row and "0.920" in row and "+0.200 ± 0.000" in row and "67% [67%, 67%]" in row
+    assert all(text in row for text in ("0.620 ± 0.025", "0.820", "0.920", "+0.200 ± 0.000", "67% [67%, 67%]"))
     assert "**does not hold**: GRPO, a worse model's data: humanline closes 67%" in said  # 80 % are asked
 
 
@@ -564,8 +578,9 @@ def test_the_share_of_the_gap_has_an_honest_interval():
 
 
 def test_reproduce_trains_once_and_then_reads_its_cache(ask, tiny, data_files, tmp_path, monkeypatch):
-    flags = (f"--model {tiny} --data {data_files['groups']} --eval-data {data_files['groups']} --steps 2 --batch-size 2 --lr 1e-3 "
-             f"--max-new-tokens 2 --eval-prompts 4")
+    data = data_files["groups"]
+    flags = (f"--model {tiny} --data {data} --eval-data {data} --steps 2 --batch-size 2 "
+             "--lr 1e-3 --max-new-tokens 2 --eval-prompts 4")
     monkeypatch.setattr(evaluation, "EXPERIMENTS", {"gap": lambda runs: [evaluation.spread(runs(flags), digits=6)]})
     monkeypatch.setattr(humanline, "embedded", lambda *_: str(tmp_path / "key" / "data" / "rows.jsonl"))
     (tmp_path / "key").mkdir()
@@ -607,8 +622,9 @@ def test_other_recipes_have_other_results(monkeypatch):
 
 
 def test_a_run_that_diverges_ends_with_nothing_right(tiny, data_files, tmp_path, monkeypatch):
-    flags = (f"--model {tiny} --data {data_files['groups']} --eval-data {data_files['groups']} --steps 4 --batch-size 2 --lr 1e-3 "
-             f"--max-new-tokens 2 --eval-prompts 4 --eval-every 2 --seed 1")
+    data = data_files["groups"]
+    flags = (f"--model {tiny} --data {data} --eval-data {data} --steps 4 --batch-size 2 "
+             "--lr 1e-3 --max-new-tokens 2 --eval-prompts 4 --eval-every 2 --seed 1")
     work, steps = humanline.forward_backward, []
     broken = lambda *args: steps.append(1) or work(*args) | (dict(loss=math.nan) if len(steps) == 3 else {})
     monkeypatch.setattr(humanline, "forward_backward", broken)
@@ -629,8 +645,8 @@ def test_the_tuning_takes_the_best_on_all_its_seeds_of_the_best_on_the_first():
 
 
 def test_time_is_compared_to_the_pass_that_both_reach():
-    run = lambda seconds, *passed: dict(before=passed[0], training=seconds) | dict(zip(("step 64", "step 128"), passed[1:]))
-    known = {"slow --seed 1": run(20.0, 0.4, 0.6, 0.8), "fast --seed 1": run(10.0, 0.4, 0.7, 0.65)}
+    known = {"slow --seed 1": {"before": 0.4, "step 64": 0.6, "step 128": 0.8, "training": 20.0},
+             "fast --seed 1": {"before": 0.4, "step 64": 0.7, "step 128": 0.65, "training": 10.0}}
     runs = evaluation.Runs([1], known)  # both reach 0.7: the slow one after 96 of 128 steps, the fast one after 64
     assert evaluation.times_as_long(runs, "slow", "fast", (64, 128)) == "3.00"
 
@@ -661,7 +677,8 @@ def test_bad_luck_while_training_costs_one_line(monkeypatch, capsys, error, said
 def test_one_seed_decides_nothing():
     runs = pretended(Pretend())
     runs.seeds = [1]
-    verdicts = [line for name in ("gap", "sparse", "long") for line in getattr(evaluation, name)(runs) if "against" in line]
+    lines = itertools.chain(*(getattr(evaluation, name)(runs) for name in ("gap", "sparse", "long")))
+    verdicts = [line for line in lines if "against" in line]
     assert any("every 64 steps with humanline" in line for line in verdicts)
     assert all(line.startswith("- **not decided**") for line in verdicts if "every 64 steps with humanline" in line)
 

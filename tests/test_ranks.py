@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -93,6 +94,36 @@ def test_a_rank_without_a_pair_neither_hangs_nor_biases(tiny, data_files, varied
     agree(alone, tmp_path / "0")
     agree(alone, tmp_path / "1")
     assert "hard" not in error
+
+
+# Rank 1 fails once in the backward pass of each step, as if another program had taken its GPU's memory.
+SCARCE = """
+log_probs, failed = humanline.log_probs, set()
+
+def scarce(model, sequences):
+    if humanline.rank() == 1 and torch.is_grad_enabled() and len(sequences) > 1:
+        moment = out, len(humanline.read_metrics(humanline.Path(out, "metrics.jsonl")))
+        if moment not in failed:
+            failed.add(moment)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return log_probs(model, sequences)
+
+humanline.log_probs = scarce
+"""
+
+
+@pytest.mark.parametrize("loss, more", [("grpo", ""), ("dpo", ""), ("kto", ""), ("grpo", "--perception sample")])
+def test_a_rank_that_alone_runs_out_of_memory_neither_hangs_nor_changes_the_result(
+        tiny, data_files, varied, tmp_path, run, loss, more):
+    flags, out = flags_of(tiny, data_files, varied, loss, "offline", f"--steps 3 {more}"), tmp_path / "out"
+    driver = DRIVER.replace("for flags", f"{SCARCE}\nout = {str(out)!r}\nfor flags")
+    (tmp_path / "driver.py").write_text(driver + "print(len(failed), 'failures')\n")
+    (tmp_path / "runs.json").write_text(json.dumps([[*flags, "--out", str(out)]]))
+    process = torchrun(tmp_path / "driver.py", tmp_path / "runs.json")
+    output, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error[-3000:]
+    assert re.search("^[1-9] failures", output, re.MULTILINE)
+    agree(run("", flags=flags), out)
 
 
 def test_a_stopped_run_of_two_ranks_goes_on_with_one(tiny, data_files, varied, tmp_path, run):

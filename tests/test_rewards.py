@@ -161,7 +161,7 @@ for run in (sympy.sympify, sympy.Number, sympy.parsing.sympy_parser.parse_expr, 
 import resource, sys
 sys.path.insert(0, {str(MATH_FILE.parent)!r})
 import math_reward
-math_reward.load()
+math_reward.prepare_reward()
 print(resource.getrlimit(resource.RLIMIT_AS)[0])
 """
     blocked = subprocess.run([sys.executable, "-c", source + attempt], capture_output=True, text=True)
@@ -285,21 +285,23 @@ def test_a_users_function_sees_prompts_completions_and_rows(user_files, capfd):
     assert "scoring" in capfd.readouterr().out  # what it prints is printed
 
 
-TYPES = ["2024-01-08", "2024-01-08T00:00:00Z", 5, 2.5, 5.0, "5", "007", 12345678901234567890, True, None, [1, "2"],
+MIXED = ["2024-01-08", "2024-01-08T00:00:00Z", 5, 2.5, 5.0, "5", "007", 12345678901234567890, True, None, [1, "2"],
          {"b": 1.0, "a": 2}]
+ANSWERS = [["2024-01-08", "2024-01-09"], ["2024-01-08T00:00:00Z"], [5, 2.5], ["007", "008"], [{"b": 1}, {"a": 2}],
+           MIXED]
 
 
-@pytest.mark.parametrize("value", TYPES, ids=repr)
-def test_a_value_reaches_the_reward_as_it_is_written_beside_values_of_other_types(user_files, tmp_path, value):
-    others = [other for other in TYPES if repr(other) != repr(value)]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": answer} for answer in [value, *others]])
-    row = humanline.read_rows(path, Config(), "--data")[0]
-    [length] = load(f"{user_files}/light-weight.py:written")([PROMPT], [repr(value)], [row.fields])
-    assert length == len(repr(value))
+@pytest.mark.parametrize("answers", ANSWERS, ids=["dates", "times", "numbers", "zeros", "objects", "mixed"])
+def test_answers_reach_the_reward_as_they_are_written(user_files, tmp_path, answers):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": answer} for answer in answers])
+    rows = [row.fields for row in humanline.read_rows(path, Config(), "--data")]
+    texts = [repr(answer) for answer in answers]
+    lengths = load(f"{user_files}/light-weight.py:written")([PROMPT] * len(rows), texts, rows)
+    assert lengths == [len(text) for text in texts]
 
 
 def test_a_run_rewards_by_values_as_they_are_written(tiny, user_files, tmp_path):
-    rows = [{"prompt": "a", "answer": answer, "written": repr(answer)} for answer in TYPES if answer is not None]
+    rows = [{"prompt": "a", "answer": answer, "written": repr(answer)} for answer in MIXED if answer is not None]
     path, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out"
     flags = (f"--model {tiny} --data {path} --reward {user_files}/light-weight.py:unchanged --sample-every 1 "
              f"--group-size 2 --batch-size {len(rows)} --steps 1 --max-new-tokens 2 --out {out}")
@@ -326,30 +328,42 @@ def test_a_bad_score_costs_its_sample_alone_and_one_warning(user_files, capsys, 
     assert score([PROMPT] * 2, ["a", "b"], [{}] * 2) == [1.0, 1.0] and not warnings(capsys)
 
 
-def test_a_users_file_may_load_once_and_say_what_a_row_lacks(tiny, tmp_path, capsys):
+@pytest.fixture
+def careful(tmp_path) -> str:
+    """A --reward whose file has the two further functions; it rewards with the row's bonus and the number of loads."""
     (tmp_path / "careful.py").write_text("""
 loads = []
 
-def load():
+def prepare_reward():
     loads.append(1)
 
-def missing(row):
-    return "" if row["bonus"] != 0 else "no bonus"
+def missing_for_reward(row):
+    return "" if row["bonus"] else "no bonus"
 
 def careful(prompts, completions, rows):
     return [len(loads) + row["bonus"] for row in rows]
 """)
-    reward, name = load(f"{tmp_path}/careful.py:careful"), f"{tmp_path}/careful.py:careful"
-    assert reward.missing([{"bonus": 1}, {"bonus": 0}]) == ["", "no bonus"]
+    return f"{tmp_path}/careful.py:careful"
+
+
+def test_a_users_file_loads_once_in_its_process(careful):
+    reward = load(careful)
     for _ in range(2):
         assert reward([PROMPT] * 2, ["a", "b"], [{"bonus": 1}, {"bonus": 2}]) == [2.0, 3.0]
-    flags = f"--model {tiny} --sample-every 1 --max-new-tokens 4 --reward {name} --out {tmp_path / 'out'} --data".split()
-    for rows, expected in (([{"prompt": "a", "bonus": 1}, {"prompt": "b", "bonus": 0}], r"rows.jsonl row 2: no bonus\n"),
-                           ([{"prompt": "a"}], r"--reward .*careful.py:careful.*KeyError: 'bonus'.*\n")):
-        path = write_jsonl(tmp_path / "rows.jsonl", rows)
-        assert humanline.main([*flags, path]) == 2
-        assert re.fullmatch(rf"humanline.py: error: .*{expected}", capsys.readouterr().err)
-        assert not (tmp_path / "out").exists()
+    os.kill(reward.process.end.peek()[2][0].pid, signal.SIGKILL)
+    reward([PROMPT], ["a"], [{"bonus": 1}])
+    assert reward([PROMPT], ["a"], [{"bonus": 1}]) == [2.0]
+
+
+@pytest.mark.parametrize("rows, expected", [
+    ([{"prompt": "a", "bonus": 1}, {"prompt": "b", "bonus": 0}], r"rows.jsonl row 2: no bonus\n"),
+    ([{"prompt": "a", "bonus": 1}, {"prompt": "b"}], r"--reward .*careful.py:careful.*KeyError: 'bonus'.*\n")])
+def test_what_a_users_file_misses_in_a_row_is_one_line_before_training(careful, tiny, tmp_path, capsys, rows, expected):
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags = f"--model {tiny} --sample-every 1 --max-new-tokens 4 --reward {careful} --data {path} --out {tmp_path}/out"
+    assert humanline.main(flags.split()) == 2
+    assert re.fullmatch(rf"humanline.py: error: .*{expected}", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 def gone(pid: int) -> bool:
