@@ -436,7 +436,7 @@ def train(config: Config) -> "Run":
             reference.attach_logps(batch)
 
             # Forward, perceive, loss, backward, a microbatch at a time: right below.
-            report = fit_memory(lambda: forward_backward(policy, batch, config), config)
+            report = forward_backward(policy, batch, config)
 
             # Clip, sync, step, in this order: the reference is the policy of the previous step.
             grad_norm = float(full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)))
@@ -476,27 +476,32 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
     kl = kto_reference_point(policy, batch, config) if loss.needs_mismatched else None
     if config.perception == "sample":
         draw_rejections(policy, batch, config)
-    policy.zero_grad()  # of an attempt that ran out of memory
     names = "loss unclamped drift kl logp logp_wanted chosen rejected".split()
-    sums = torch.zeros(len(names), dtype=torch.float64, device=device)  # of this rank
-    for microbatch in cut(batch.sequences, config):
-        log_ratio, mask, logps = log_ratios(policy, microbatch, config)  # forward
-        perceived, passes = perceive(log_ratio, microbatch, config)
-        sequences = microbatch or [Sequence([], [])]
-        chosen = torch.tensor([s.is_chosen for s in sequences], device=device)
-        advantages = torch.tensor([s.advantage for s in sequences], device=device)
-        weights = torch.tensor([s.weight for s in sequences], device=device)
-        if microbatch:
-            losses = loss.compute(LossInputs(log_ratio, perceived, advantages, chosen, weights, kl), config)
-            mean_loss = share_of_mean(losses, mask, batch, config)
-        else:  # sharded, a rank without work goes along
-            mean_loss = log_ratio.sum()
-        (mean_loss * world_size() if config.shard else mean_loss).backward()  # FSDP takes the ranks' mean
-        with torch.no_grad():
-            gain = config.beta * perceived.sum(-1)
-            sums += torch.stack([
-                mean_loss, (passes & mask).sum(), log_ratio.abs().sum(), token_kl(log_ratio).sum(), logps.sum(),
-                logps[chosen].sum(), gain[chosen].sum(), gain[~chosen].sum()]).double()
+
+    def backward() -> Tensor:  # of this rank's share; where memory runs out, again in smaller microbatches
+        policy.zero_grad()
+        sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+        for microbatch in cut(batch.sequences, config):
+            log_ratio, mask, logps = log_ratios(policy, microbatch, config)  # forward
+            perceived, passes = perceive(log_ratio, microbatch, config)
+            sequences = microbatch or [Sequence([], [])]
+            chosen = torch.tensor([s.is_chosen for s in sequences], device=device)
+            advantages = torch.tensor([s.advantage for s in sequences], device=device)
+            weights = torch.tensor([s.weight for s in sequences], device=device)
+            if microbatch:
+                losses = loss.compute(LossInputs(log_ratio, perceived, advantages, chosen, weights, kl), config)
+                mean_loss = share_of_mean(losses, mask, batch, config)
+            else:  # sharded, a rank without work goes along
+                mean_loss = log_ratio.sum()
+            (mean_loss * world_size() if config.shard else mean_loss).backward()  # FSDP takes the ranks' mean
+            with torch.no_grad():
+                gain = config.beta * perceived.sum(-1)
+                sums += torch.stack([
+                    mean_loss, (passes & mask).sum(), log_ratio.abs().sum(), token_kl(log_ratio).sum(), logps.sum(),
+                    logps[chosen].sum(), gain[chosen].sum(), gain[~chosen].sum()]).double()
+        return sums
+
+    sums = fit_memory(backward, config)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -725,8 +730,14 @@ def tracker(config: Config, out: Path, first_step: int) -> Callable[[dict], None
         return lambda line: run.log(line, step=line["step"])
     if config.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
-        board = SummaryWriter(str(out), purge_step=first_step, flush_secs=10)
-        return lambda line: [board.add_scalar(name, value, line["step"]) for name, value in line.items()]
+        board = SummaryWriter(str(out), purge_step=first_step)
+
+        def log(line: dict) -> None:
+            for name, value in line.items():
+                board.add_scalar(name, value, line["step"])
+            board.flush()
+
+        return log
     return lambda line: None
 
 def find_out_folder(config: Config) -> Path:
@@ -840,9 +851,10 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
                 is_dropout = "drop" in key or (key == "p" and isinstance(module, torch.nn.Dropout))
                 if is_dropout and isinstance(value, float):
                     setattr(module, key, 0.0)
-        if config.checkpoint_activations:  # the older name warns where the newer one is known
-            older = getattr(policy, "gradient_checkpointing_enable", None)
-            getattr(policy, "activation_checkpointing_enable", functools.partial(older, dict(use_reentrant=False)))()
+        if config.checkpoint_activations and hasattr(policy, "activation_checkpointing_enable"):
+            policy.activation_checkpointing_enable()
+        elif config.checkpoint_activations:  # its older name
+            policy.gradient_checkpointing_enable(dict(use_reentrant=False))
         layers = [module for module in policy.modules() if type(module).__name__ in (policy._no_split_modules or ())]
         if config.compile:
             for layer in layers:  # compiled once for all of them, and for all lengths of a batch
@@ -1914,17 +1926,17 @@ class Saver:
                 files["reference"] = self.copy("reference", parameters)
         state = dict(step=step, reference_until=reference.until, made_until=batches.made_until,
                      rollouts_until=batches.rollouts_until, settings=dict(vars(self.config)),
-                     batches=[dataclasses.asdict(batch) for batch in batches.pending])
+                     batches=[snapshot(batch) for batch in batches.pending])
         if rank() == 0:
             self.writing = self.writer.submit(self.write, self.folder / f"step-{step:08d}", files, state)
 
     def copy(self, kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors, gathered by all ranks, in the host memory of rank 0."""
-        copies = {}
+        copies, empty = {}, functools.partial(torch.empty_like, device="cpu", memory_format=torch.contiguous_format)
         for name, tensor in tensors.items():
             value, key = full(tensor.detach()), f"{kind}:{name}"
             if rank() == 0:
-                copies[name] = self.copies.setdefault(key, torch.empty_like(value, device="cpu")).copy_(value)
+                copies[name] = self.copies.setdefault(key, empty(value)).copy_(value)
         return copies
 
     def write(self, path: Path, files: dict[str, dict[str, Tensor]], state: dict) -> None:
@@ -1935,7 +1947,8 @@ class Saver:
                 save_file(tensors, folder / f"{kind}.safetensors")
             (folder / "state.json").write_text(json.dumps(state, default=Tensor.tolist))
 
-        shutil.rmtree(path, ignore_errors=True)  # a damaged one, which was not resumed from
+        if path.exists():  # a damaged one, which was not resumed from
+            shutil.rmtree(path)
         write_folder(path, fill)
         self.newest = path
         older = sorted(old for old in path.parent.glob("step-*") if old <= path)  # later ones are damaged
@@ -2031,6 +2044,11 @@ def load_checkpoint(path: Path, state: dict, config: Config, policy: Module, opt
     batches.pending = deque(restore_batch(batch) for batch in state["batches"])
     reference.until = state["reference_until"]
     return state["step"]
+
+def snapshot(batch: Batch) -> dict:
+    """A batch as it is now, for JSON; ids and log-probs are shared with it, as they are replaced and never changed."""
+    sequences = {kind: [dict(vars(s)) for s in getattr(batch, kind)] for kind in ("sequences", "mismatched")}
+    return vars(batch) | sequences
 
 def restore_batch(saved: dict) -> Batch:
     """A batch from its JSON."""

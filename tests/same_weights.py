@@ -147,7 +147,8 @@ def train(checkout: Path, side: Path, name: str, flags: str, threads: int) -> No
                *flags.split(), "--out", str(side / name)]
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",  # kind to what else is running
+        "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1",
         "HUMANLINE_CACHE": str(side / "cache"), "HF_DATASETS_CACHE": str(side / "datasets")}
 
     def start(*more: str) -> None:

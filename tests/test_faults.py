@@ -143,14 +143,13 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tiny, data_files, tmp_
 
 
 def test_two_runs_on_one_folder_at_once_are_one_and_a_refusal(run, tmp_path):
-    path = str(tmp_path / ".lock")
-    hold = (f"import filelock, time; lock = filelock.FileLock({path!r}); lock.acquire(); print(flush=True); "
-            "time.sleep(60)")
+    hold = (f"import fcntl, os, time; f = os.open({str(tmp_path)!r}, os.O_RDONLY); fcntl.flock(f, fcntl.LOCK_EX); "
+            "print(flush=True); time.sleep(60)")
     holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
     assert holder.stdout.readline() == b"\n"
     with pytest.raises(humanline.UserError, match="another process trains into it"):
         run("", out=str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert not list(tmp_path.iterdir())
     holder.kill()
     holder.wait()
     assert (run("", out=str(tmp_path)) / "final").exists()
