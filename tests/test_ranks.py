@@ -120,7 +120,7 @@ def test_a_rank_that_alone_runs_out_of_memory_neither_hangs_nor_changes_the_resu
     runs = [[*run_flags, "--out", str(tmp_path / str(i))] for i, run_flags in enumerate(flags)]
     driver = DRIVER.replace("for flags", f"{SCARCE}\nfor flags")
     driver = driver.replace("    humanline.train", "    out = flags[-1]\n    humanline.train")
-    (tmp_path / "driver.py").write_text(driver + "print(len(failed), 'failures')\n")
+    (tmp_path / "driver.py").write_text(driver + "print(f'{len(failed)} failures\\n', end='')\n")  # in one piece
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     process = torchrun(tmp_path / "driver.py", tmp_path / "runs.json")
     output, error = process.communicate(timeout=120)
