@@ -24,6 +24,7 @@ line and the embedded demo. Three policies have three names: the **old policy** 
 unknown one.
 """
 
+import array
 import contextlib
 import dataclasses
 import datetime
@@ -456,7 +457,7 @@ def train(config: Config) -> "Run":
                 run.accuracy = report["accuracy"] = run.measure(step)
             run.log(report)
             if float(sum_over_ranks(torch.tensor(float(len(signals))))) and step < config.steps:
-                run.stopped_at = step
+                run.stopped_at, run.signal = step, max([0, *signals])
             if run.stopped_at or (config.save_every and step % config.save_every == 0):
                 run.saver.save(policy, optimizer, reference, step)
             if run.stopped_at:
@@ -590,7 +591,8 @@ class Run:
     def __init__(self, config: Config, stack: contextlib.ExitStack):
         """Check, load, claim the run's folder until `stack` closes, and resume. What the user can have got wrong is
         found here, the cheapest first, before anything is written."""
-        self.started, self.stopped_at = time.perf_counter(), None
+        self.started, self.stopped_at, self.signal = time.perf_counter(), None, 0
+        self.measured = "pass@1"
         go_offline_without_hub(config)
         import transformers
         transformers.utils.logging.set_verbosity_error()
@@ -604,7 +606,8 @@ class Run:
         if config.eval_data is not None:
             self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
         device = join_ranks()
-        self.out, checkpoint = from_first_rank(lambda: (find_out_folder(config), find_checkpoint(config)))
+        require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start them with torchrun")
+        self.out, checkpoint = from_first_rank(lambda: (claim_out_folder(config, stack), find_checkpoint(config)))
         self.config = config = dataclasses.replace(config, out=str(self.out))
 
         self.policy, tokenizer = load_policy(config, device)
@@ -629,11 +632,7 @@ class Run:
 
         earlier, self.collapse = [], Collapse()
         if rank() == 0:
-            try:
-                stack.enter_context(locked(self.out, fcntl.LOCK_NB))
-            except BlockingIOError:
-                raise UserError(f"--out {self.out}: another process trains into it; choose another folder") from None
-            for unfinished in Path(self.out, "checkpoint").glob(".step-*"):  # of a process that was killed
+            for unfinished in [*self.out.glob("checkpoint/.step-*"), *self.out.glob(".final-*")]:  # of a killed process
                 shutil.rmtree(unfinished)
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
             describe(config, self.policy, groups, self.reference, first)
@@ -642,7 +641,8 @@ class Run:
         for line in earlier:
             self.collapse(line.get("logp_wanted"))
         self.accuracy_before = from_first_rank(lambda: earlier[0].get("accuracy_before") if earlier else None)
-        self.accuracy = self.accuracy_before
+        measured = from_first_rank(lambda: [line["accuracy"] for line in earlier if "accuracy" in line])
+        self.accuracy = measured[-1] if measured else self.accuracy_before
         self.progress = tqdm(range(first, config.steps + 1), desc=config.loss, initial=first - 1, total=config.steps,
                              unit="step", dynamic_ncols=True, **(dict(disable=True) if rank() else {}))
 
@@ -652,6 +652,8 @@ class Run:
             return None
         samples = self.config.eval_samples
         rollouts = self.sampler.draw_rollouts(self.eval_groups, self.eval_rows, samples, 500_000 + step)
+        if any(reward not in (0, 1) for group in rollouts for reward in group.rewards):
+            self.measured = "mean reward"
         return sum(sum(group.rewards) for group in rollouts) / (len(rollouts) * samples)
 
     def stop_unless_finite(self, batch: "Batch", loss: float, grad_norm: float) -> None:
@@ -675,7 +677,7 @@ class Run:
             with open(self.out / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self.track(line)
-        shown = {name: line.get(name) for name in ("loss", "reward", "unclamped")} | {"pass@1": self.accuracy}
+        shown = {name: line.get(name) for name in ("loss", "reward", "unclamped")} | {self.measured: self.accuracy}
         shown = {name: f"{value:.3f}" for name, value in shown.items() if value is not None}
         speed = f"{line['tokens'] / line['step_seconds']:.0f}"
         self.progress.set_postfix(shown | {"tokens/s": speed}, refresh=False)
@@ -707,11 +709,15 @@ class Collapse:
                 "the run may be coming apart; try a lower --lr, fewer syncs or fresher rollouts (--sample-every)")
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl, without one that a crash cut off."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            lines.append(json.loads(line))
+    """The lines of a metrics.jsonl, without what a crash cut off or the disk damaged."""
+    lines, texts = [], path.read_bytes().splitlines() if path.exists() else []
+    for text in texts:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            line = json.loads(text)
+            line["step"] = int(line["step"])
+            lines.append(line)
+    if len(lines) < len(texts):
+        warn(f"{path}: {len(texts) - len(lines)} damaged lines are left out")
     return lines
 
 def resume_metrics(path: Path, first_step: int) -> list[dict]:
@@ -748,12 +754,39 @@ def find_out_folder(config: Config) -> Path:
         folders = (Path(base if number == 1 else f"{base}-{number}") for number in itertools.count(1))
         return next(folder for folder in folders if not folder.exists())
     out = Path(config.out)
-    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    try:
+        parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    except OSError as error:  # a name too long
+        raise UserError(f"--out {config.out:.60}: {error.strerror.lower()}; choose another folder") from None
     require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
-    require(out.is_dir() or not out.exists(), f"--out {out} is a file; choose a folder")
+    require(parent.is_dir(), f"--out {out}: {parent} is a file; choose a folder")
+    for name in ("config.toml", "metrics.jsonl", "checkpoint", "final"):  # ours is never a link, nor of another kind
+        mine, is_folder = out / name, name in ("checkpoint", "final")
+        require(not mine.is_symlink() and (not mine.exists() or mine.is_dir() == is_folder),
+                f"--out {out}: its {name} was not written by humanline.py; choose another folder")
     require(config.resume is not None or not (out / "metrics.jsonl").exists(),
             f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another folder")
     require(os.access(parent, os.W_OK), f"--out {out}: {parent} is not writable; choose another folder")
+    return out
+
+def claim_out_folder(config: Config, stack: contextlib.ExitStack) -> Path:
+    """The run's folder, locked until `stack` closes; a new one goes again if nothing was written into it."""
+    out = find_out_folder(config)
+    new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
+
+    def remove_empty() -> None:
+        for folder in new_folders:
+            with contextlib.suppress(OSError):  # it holds something
+                folder.rmdir()
+
+    stack.callback(remove_empty)
+    try:
+        stack.enter_context(locked(out, fcntl.LOCK_NB))
+    except BlockingIOError:
+        if config.out is None:  # another run took the name just now
+            return claim_out_folder(config, stack)
+        raise UserError(f"--out {out}: another process trains into it; choose another folder") from None
+    find_out_folder(dataclasses.replace(config, out=str(out)))  # the other run may have finished in between
     return out
 
 @contextlib.contextmanager
@@ -769,16 +802,18 @@ def locked(folder: Path, flags: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """SIGTERM and Ctrl-C become entries of a list: stop after this step. A second Ctrl-C stops at once."""
+    """SIGTERM, SIGHUP and Ctrl-C become entries of a list: stop after this step. A second Ctrl-C stops at once."""
     received, handlers = [], {}
 
     def note(number: int, _: Any) -> None:
         received.append(number)
+        warn(f"{signal.Signals(number).name}: stopping after this step")
         if number == signal.SIGINT and world_size() == 1:
             signal.signal(number, handlers[number])
 
     if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        handlers = {number: signal.signal(number, note) for number in signals}
     try:
         yield received
     finally:
@@ -814,7 +849,7 @@ def explained_model(config: Config) -> contextlib.AbstractContextManager:
 def on_hub(spec: str | None) -> bool:
     """Whether NAME[:[CONFIG:]SPLIT][=PASSES] can only be a name on the Hugging Face hub."""
     name = source_name(spec or "embedded")
-    return name != "embedded" and not Path(name).exists() and Path(name).suffix not in FILE_KINDS
+    return name != "embedded" and not Path(name).exists() and Path(name).suffix.lower() not in FILE_KINDS
 
 def go_offline_without_hub(config: Config) -> None:
     """Where the hub does not answer, make do with its cache: its client would ask for half a minute, or for ever."""
@@ -843,7 +878,10 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
         with explained_model(config):
             tokenizer = AutoTokenizer.from_pretrained(name, **trust)
             dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-            policy = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=config.attn, **trust)
+            policy, info = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=config.attn,
+                                                                output_loading_info=True, **trust)
+            missing = sorted(info["missing_keys"])
+            require(not missing, f"--model {name}: its files lack {', '.join(missing[:3])}, which would be random")
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence token, so "
                 "completions could not end; set eos_token in tokenizer_config.json")
         for module in policy.modules():
@@ -974,10 +1012,12 @@ def read_table(name: str, source: str) -> Iterator[dict]:
     """The rows of NAME[:[CONFIG:]SPLIT] as they stand: JSON lines by `json`, anything else by `datasets`."""
     name = embedded(name, "data") if source_name(name) == "embedded" else name
     path, *rest = [name] if Path(name).exists() else name.split(":")
-    kind, split = FILE_KINDS.get(Path(path).suffix), rest[-1] if rest else "train"
+    kind, split = FILE_KINDS.get(Path(path).suffix.lower()), rest[-1] if rest else "train"
+    require(path, f"{source}: the name is empty; give it a file or a hub name")
+    require(kind or not Path(path).is_file(), f"{source}: a file of no known kind; there are {', '.join(FILE_KINDS)}")
     require(not kind or Path(path).exists(), f"{source}: no such file")
     require(not kind or Path(path).stat().st_size, f"{source}: no rows; the file is empty")
-    if Path(path).suffix == ".jsonl":
+    if Path(path).suffix.lower() == ".jsonl":
         for number, line in enumerate(filter(bytes.strip, open(path, "rb")), 1):
             try:
                 fields = json.loads(line)
@@ -1016,8 +1056,13 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
             known |= {ours: fields[theirs] for ours, theirs in names.items()}
     if "instruction" in fields and "output" in fields and "reward" not in fields:  # Alpaca's are demonstrations
         known.setdefault("label", True)
-    if "output_A" in fields and "output_B" in fields and not known.pop("label", None):  # HALOs' label: A is better
-        known |= dict(chosen=known["rejected"], rejected=known["chosen"])
+        if "input" in fields and str(fields["input"]).strip():
+            known["prompt"] = f"{fields['instruction']}\n\n{fields['input']}"
+    if "output_A" in fields and "output_B" in fields:  # HALOs' label: whether A is better
+        label = known.pop("label", None)
+        require(label in (0, 1), f"{where}: 'label' is {label!r}; with output_A and output_B it must be 1 (A) or 0 (B)")
+        if not label:
+            known |= dict(chosen=known["rejected"], rejected=known["chosen"])
     if "prompt" not in known and "chosen" in known and "rejected" in known:
         dialogues = split_dialogues(known, where)
         if dialogues is None:
@@ -1029,6 +1074,13 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         return known[key]
 
     prompt = read_messages(need("prompt", "every row"), "prompt", where)
+    if any(isinstance(known.get(key), list) and len(known[key]) > 1 for key in ("chosen", "rejected")):
+        dialogues = split_dialogues(known, where)
+        if dialogues is None:
+            return None
+        same = prompt[-1]["content"].strip() in [turn["content"].strip() for turn in dialogues["prompt"]]
+        require(same, f"{where}: 'prompt' is not among the turns before the answers in 'chosen'; remove one of the two")
+        prompt, known = dialogues["prompt"], known | dialogues
     if config.prompt_template is not None:
         prompt[-1]["content"] = config.prompt_template.replace("{prompt}", prompt[-1]["content"])
     if config.system is not None and prompt[0]["role"] != "system":
@@ -1122,6 +1174,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
     if long_prompts or long_completions:
         dropped = f"{long_prompts} prompts and {long_completions} completions"
         warn(f"{flag}: dropped {dropped} as over-long; see --max-length")
+    require(groups or long_prompts or long_completions, f"{flag}: no row is left; give =PASSES above 0, or more rows")
     require(groups, f"{flag}: every row is over-long; raise --max-length or --max-prompt-length")
     return groups
 
@@ -1153,6 +1206,11 @@ class Batches:
         self.config, self.groups, self.longest, self.loss = config, groups, longest, LOSSES[config.loss]
         self.pending: deque[Batch] = deque()
         self.orders: dict[int, list[int]] = {}  # of the present epoch
+        rows = hashlib.sha256()  # of the data, by which a resumed run knows it again
+        for group in groups:
+            for numbers in (group.prompt, *group.completions, group.rewards):
+                rows.update(array.array("d", [len(numbers), *numbers]).tobytes())
+        self.fingerprint = rows.hexdigest()
         self.made_until = 0  # the last step whose batch has been made
         self.rollouts_until = 0  # online: the last step whose completions have been drawn
         # A prompt gives one unit, or where units are examples as many as its group has.
@@ -1231,9 +1289,11 @@ class Sampler:
 
     def __init__(self, policy: Module, tokenizer: Any, config: Config):
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
-        self.stops, self.longest = stop_ids(policy, tokenizer), max_positions(policy)
+        with explained(f"--model {config.model}: its chat template fails", "put another into the tokenizer's folder"):
+            self.stops, self.longest = stop_ids(policy, tokenizer), max_positions(policy)
         self.pad = self.stops[0]  # padding is masked: any token that the model knows will do
         self.reward: Reward | None = None
+        self.has_drawn = False
         if config.sample_every or config.eval_data is not None:  # a reward may be a large model
             self.reward = Reward(config, policy.device)
 
@@ -1265,6 +1325,11 @@ class Sampler:
         for number in completions:
             results |= zip(calls[number], zip(completions[number], rewards[number].result()))
         results = {i: result for part in gather_from_ranks(results) for i, result in part.items()}
+        if not self.has_drawn:  # a reward with a mistake in it fails on everything, from the start
+            worked = gather_from_ranks(getattr(self.reward, "worked", True))
+            require(any(worked), f"--reward {self.config.reward} failed on every sample of the first rollouts: "
+                    f"{getattr(self.reward, 'failure', '')!r:.200}")
+            self.has_drawn = True
         rollouts = []
         for number, group in enumerate(prompts):
             drawn = [results[i] for i in range(number * size, (number + 1) * size)]
@@ -1329,7 +1394,7 @@ class Reward:
     `prepare_reward()`, called once in its process, and `missing_for_reward(row)`: what a row lacks, or ""."""
 
     def __init__(self, config: Config, device: torch.device):
-        self.config, self.name, self.process = config, config.reward, None
+        self.config, self.name, self.process, self.worked, self.failure = config, config.reward, None, False, ""
         path, _, function = self.name.rpartition(":")
         advice = {"model": "name a Hugging Face sequence classifier, or a local folder that holds one",
                   "": "put the project's configs/math_reward.py beside humanline.py"}
@@ -1377,6 +1442,7 @@ class Reward:
             values = [value[0] if isinstance(value, list) else value for value in alone]
         good = [isinstance(value, (int, float)) and abs(value) < 1e300 for value in values]
         reasons += [value for value, is_good in zip(values, good) if not is_good]
+        self.worked, self.failure = self.worked or any(good), (reasons or [""])[0]
         if reasons:
             failed = f"{good.count(False)} of {len(good)} samples failed and get {self.config.reward_failed:g}"
             warn(f"--reward {self.name}: {failed}; the first reason: {reasons[0]!r:.200}")
@@ -1925,7 +1991,7 @@ class Saver:
             with reference.borrowed_weights():
                 files["reference"] = self.copy("reference", parameters)
         state = dict(step=step, reference_until=reference.until, made_until=batches.made_until,
-                     rollouts_until=batches.rollouts_until, settings=dict(vars(self.config)),
+                     rollouts_until=batches.rollouts_until, settings=dict(vars(self.config)), data=batches.fingerprint,
                      batches=[snapshot(batch) for batch in batches.pending])
         if rank() == 0:
             self.writing = self.writer.submit(self.write, self.folder / f"step-{step:08d}", files, state)
@@ -1969,7 +2035,8 @@ def write_folder(path: Path, fill: Callable[[Path], None], hashed: bool = True) 
         fill(temporary)
         if hashed:
             (temporary / "files.json").write_text(json.dumps(hashes(temporary)))
-        temporary.chmod(0o755)
+        for file in (temporary, *temporary.iterdir()):
+            file.chmod(0o755 if file.is_dir() else 0o644)
         temporary.rename(path)
     except OSError:
         if not path.exists():
@@ -1988,7 +2055,8 @@ def find_damage(folder: Path) -> str:
         written, present = json.loads((folder / "files.json").read_text()), hashes(folder)
     except (OSError, ValueError) as error:
         return f"not a whole checkpoint ({error})"
-    damaged = [name for name in written if written[name] != present.get(name)]
+    damaged = [name for name in sorted({*written, *present, "files.json"} if not written else {*written, *present})
+               if written.get(name) != present.get(name, "")]
     return f"damaged: {', '.join(damaged)}" if damaged else ""
 
 def read_checkpoint(path: Path) -> dict:
@@ -2020,9 +2088,12 @@ def load_checkpoint(path: Path, state: dict, config: Config, policy: Module, opt
     for name, value in json.loads(json.dumps(vars(config))).items():
         require(name in FREE_ON_RESUME or value == settings.get(name), f"--resume {path}: the run has {flag_of(name)} "
                 f"{settings.get(name)}, not {value}; resume it with its own config.toml")
+    require(state.get("data") == batches.fingerprint, f"--resume {path}: the rows of --data have changed since then")
     require(config.steps <= settings["steps"],
             f"--resume {path}: the run was planned for {settings['steps']} steps, and its reference is known as far as "
             f"that; --steps {config.steps} needs a run of its own, with --model {Path(config.out, 'final')}")
+
+    require(config.steps >= state["step"], f"--resume {path}: it has done more than --steps {config.steps} already")
 
     def put_back(kind: str, model: Module) -> None:
         saved = load_file(path / f"{kind}.safetensors")
@@ -2122,6 +2193,7 @@ def main(argv: list[str] | None = None) -> int:
         run = train(config)
         if rank() == 0:
             print(last_line(run))
+        status = 128 + run.signal if run.signal else 0  # as the shell says of a process that a signal ended
     except UserError as error:
         time.sleep(3 * (os.environ.get("RANK", "0") != "0"))  # one line, from rank 0, if it has the same to say
         print(f"humanline.py: error: {error}", file=sys.stderr)
@@ -2147,6 +2219,8 @@ def parse_config(argv: list[str]) -> Config:
             for part, off in dict(sync_k=0, sync_drift=None, perception="none").items():
                 if not config.humanline or getattr(from_file, part) == off:
                     setattr(config, part, getattr(typed, part))
+        if typed.sync_drift is not None and typed.sync_k is None:  # a drift, if typed, replaces the file's k
+            config.sync_k = None
     require(config.loss in LOSSES, f"--loss {config.loss}: {suggest(config.loss, LOSSES)}")
     loss, defaults = LOSSES[config.loss], DEFAULTS | LOSSES[config.loss].defaults
     if source_name(config.model) == "embedded":
@@ -2212,11 +2286,13 @@ def check_config(config: Config) -> None:
     limits = (  # what a value must do, whether it does, and of which fields
         ("be 0 or more", lambda value: 0 <= value < math.inf,
          "sync_k sample_every save_every eval_every seed kl_beta weight_decay"),
-        ("be 1 or more", lambda value: value >= 1, "group_size max_new_tokens sample_tokens steps batch_size "
-         "max_prompt_length microbatch_tokens keep eval_prompts eval_samples limit"),
+        ("be 1 or more", lambda value: value >= 1, "max_new_tokens sample_tokens steps max_prompt_length "
+         "microbatch_tokens keep eval_prompts eval_samples limit"),
+        ("lie from 1 to 1,000,000", lambda value: 1 <= value <= 10**6, "batch_size group_size"),
         ("be 2 or more", lambda value: value >= 2, "max_length"),
         ("be above 0", lambda value: 0 < value < math.inf, "sync_drift gamma_p gamma_r beta_p beta_r beta "
-         "desirable_weight undesirable_weight epsilon temperature lr adam_eps max_grad_norm reward_seconds"),
+         "desirable_weight undesirable_weight epsilon lr adam_eps max_grad_norm reward_seconds"),
+        ("lie from 0.001 to 1000", lambda value: 0.001 <= value <= 1000, "temperature"),
         ("lie from 0 to 1", lambda value: 0 <= value <= 1, "warmup"),
         ("lie from 1e-09 to 1", lambda value: 1e-9 <= value <= 1, "top_p sync_alpha"),
         ("lie from -1e+300 to 1e+300", lambda value: abs(value) <= 1e300, "reward_failed"))
@@ -2246,7 +2322,8 @@ def to_toml(config: Config) -> str:
     lines = ["# python humanline.py --config THIS_FILE repeats the run.\n"]
     for name, value in vars(config).items():
         if value is not None and name not in ("out", "config", "resume"):
-            lines.append(f"{name} = {repr(value) if isinstance(value, float) else json.dumps(value)}\n")
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{name} = {repr(value) if isinstance(value, float) else text}\n")
     return "".join(lines)
 
 def in_words(config: Config) -> dict[str, str]:
@@ -2258,9 +2335,12 @@ def in_words(config: Config) -> dict[str, str]:
     elif config.sample_every:
         anchor = "the reference is the old policy, which drew the rollouts"
     perceptions = {"clip": f"a clip to [{config.log_eps_p}, {config.log_eps_r}]", "sample": "rejection sampling"}
-    name = config.loss.upper()
+    name, syncs = config.loss.upper(), bool(config.sync_k or config.sync_drift)
+    objective = f"{name} with humanline" if syncs and config.perception != "none" else f"plain {name}"
+    if syncs != (config.perception != "none"):
+        objective = f"{name} with syncing only" if syncs else f"{name} with perception only"
     base = config.model if on_hub(config.model) else re.sub(r"[^\w.-]+", "-", Path(config.model).name)  # no path
-    return dict(objective=f"{name} with humanline" if config.humanline else f"plain {name}", anchor=anchor, base=base,
+    return dict(objective=objective, anchor=anchor, base=base,
                 sources=" ".join(config.data), perceived=perceptions.get(config.perception, "nothing"))
 
 def describe(config: Config, policy: Module, groups: list[Group], reference: Reference, first: int) -> None:
@@ -2281,7 +2361,7 @@ def last_line(run: Run) -> str:
         return f"stopped after step {run.stopped_at} of {config.steps}, saved; go on with: {resume}"
     gained, seconds = "", time.perf_counter() - run.started
     if run.accuracy_before is not None:
-        gained = f"pass@1 on held-out prompts went from {run.accuracy_before:.3f} to {run.accuracy:.3f}: "
+        gained = f"{run.measured} on held-out prompts went from {run.accuracy_before:.3f} to {run.accuracy:.3f}: "
     return (f"{gained}{in_words(config)['objective']}, {config.steps} steps in {seconds:.0f} s; the model is in "
             f"{run.out / 'final'}; compare with: {again} {'--no-humanline' if config.humanline else '--humanline'}")
 

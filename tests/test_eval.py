@@ -447,7 +447,7 @@ def other_vocabulary(tiny, tmp_path):
     ("accuracy --model TINY --data prompts.jsonl --samples 4 --k 1 5",
      "--k 1 5 --samples 4: pass@k needs 1 <= k <= samples"),
     ("accuracy --model TINY --data prompts.jsonl --out samples.txt", "--out samples.txt: it must end in .jsonl"),
-    ("accuracy --model TINY --data prompts.jsonl --temperature 0", "--temperature is 0.0; it must be above 0"),
+    ("accuracy --model TINY --data prompts.jsonl --temperature 0", "--temperature is 0.0; it must lie from 0.001 to 1000"),
     ("winrate --model TINY --data prompts.jsonl", "--against data: prompts.jsonl has rows without completions"),
     ("winrate --model TINY --data prompts.jsonl --against runs/none", "--against runs/none: no such run or model"),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge none.py:f", "--judge none.py:f: no such file"),

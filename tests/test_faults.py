@@ -67,7 +67,7 @@ def test_a_signal_ends_the_run_after_its_step_ready_to_go_on(run, data_files, tm
     assert timeless(resumed) == timeless(whole) and same_weights(resumed, whole)
 
 
-def test_a_stopped_command_exits_with_0_and_says_how_to_go_on(tiny, data_files, tmp_path):
+def test_a_stopped_command_exits_with_143_and_says_how_to_go_on(tiny, data_files, tmp_path):
     out = tmp_path / "out"
     flags = ["--model", tiny, "--data", data_files["groups"], "--steps", "100000", "--out", str(out)]
     process = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags], stdout=subprocess.PIPE,
@@ -77,7 +77,7 @@ def test_a_stopped_command_exits_with_0_and_says_how_to_go_on(tiny, data_files, 
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     output, error = process.communicate(timeout=60)
-    assert process.returncode == 0 and "Traceback" not in error
+    assert process.returncode == 143 and "Traceback" not in error
     said = output.splitlines()[-1]
     assert said.startswith("stopped after step ") and "--resume latest" in said
     again = shlex.split(said.split("python humanline.py ")[1])

@@ -1,0 +1,280 @@
+"""Bad luck and bad input that once went through in silence, or ended in a traceback."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, metrics, rows_of, write_jsonl
+from test_command_line import complaint
+
+import humanline
+from humanline import Config
+
+
+def short_run(tiny: str, data: str, out, more: str = "") -> list[str]:
+    flags = f"--model {tiny} --data {data} --steps 3 --batch-size 4 --lr 1e-2 --out {out} --max-new-tokens 4 --group-size 4"
+    return [*flags.split(), *more.split()]
+
+
+# --- the run's folder -------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_is_claimed_before_the_model_is_loaded(tiny, data_files, tmp_path, monkeypatch):
+    folders, load = [], humanline.load_policy
+    monkeypatch.setattr(humanline, "load_policy", lambda *args: folders.append((tmp_path / "out").exists()) or load(*args))
+    humanline.train(humanline.parse_config(short_run(tiny, data_files["groups"], tmp_path / "out")))
+    assert folders == [True]
+
+
+def test_two_runs_in_one_folder_do_not_overlap(tiny, data_files, tmp_path, monkeypatch, capsys):
+    flags, load, errors = short_run(tiny, data_files["groups"], tmp_path / "out"), humanline.load_policy, []
+
+    def load_beside_another(*args):
+        monkeypatch.setattr(humanline, "load_policy", load)
+        errors.append(humanline.main(flags))  # the second run, while the first one loads
+        return load(*args)
+
+    monkeypatch.setattr(humanline, "load_policy", load_beside_another)
+    assert humanline.main(flags) == 0 and errors == [2]
+    assert "another process trains into it" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_before_training_leaves_no_folder(tiny, data_files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(humanline, "load_policy", lambda *_: humanline.require(False, "no model"))
+    assert humanline.main(short_run(tiny, data_files["groups"], tmp_path / "out")) == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("spoil, expected", [
+    (lambda out: (out / "config.toml").mkdir(), "its config.toml was not written by humanline.py"),
+    (lambda out: (out / "final").write_text("x"), "holds a finished run"),
+    (lambda out: (out / "checkpoint").symlink_to(out.parent), "its checkpoint was not written by humanline.py"),
+])
+def test_what_is_not_ours_in_the_folder_is_not_written_over(spoil, expected, tiny, data_files, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    spoil(tmp_path / "out")
+    assert humanline.main(short_run(tiny, data_files["groups"], tmp_path / "out")) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out, expected", [("file/inside", "is a file; choose a folder"), ("x" * 300, "file name too long")])
+def test_an_impossible_folder_is_one_line(out, expected, tiny, data_files, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert humanline.main(short_run(tiny, data_files["groups"], tmp_path / out)) == 2
+    assert re.fullmatch(rf"humanline.py: error: [^\n]*{expected}[^\n]*\n", capsys.readouterr().err)
+
+
+def test_unfinished_folders_of_a_killed_run_go_when_it_is_resumed(run, tmp_path):
+    out = tmp_path / "out"
+    run("--steps 4 --save-every 2", out=str(out))
+    humanline.shutil.rmtree(out / "final")
+    (out / ".final-abc").mkdir()
+    run("--steps 4 --save-every 2 --resume latest", out=str(out))
+    assert not (out / ".final-abc").exists() and (out / "final").exists()
+
+
+def test_all_files_of_the_final_folder_can_be_read_by_others(run):
+    modes = {path.stat().st_mode & 0o777 for path in (run("--steps 2") / "final").iterdir()}
+    assert modes == {0o644}
+
+
+# --- models and data --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_lacks_a_weight_is_refused(tiny, data_files, tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+
+    humanline.shutil.copytree(tiny, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    line = complaint(["--model", str(tmp_path / "model"), "--data", data_files["groups"]], tmp_path, capsys)
+    assert "its files lack model.layers.1.mlp.up_proj.weight" in line
+
+
+def test_a_chat_template_that_fails_is_one_line(tiny, data_files, tmp_path, capsys):
+    humanline.shutil.copytree(tiny, tmp_path / "model")
+    for path in (tmp_path / "model").glob("*"):
+        if path.name == "chat_template.jinja":
+            path.write_text("{% for message in %}")
+    line = complaint(["--model", str(tmp_path / "model"), "--data", data_files["groups"]], tmp_path, capsys)
+    assert "its chat template fails" in line
+
+
+@pytest.mark.parametrize("fields, expected", [
+    (dict(prompt="a", output_A="b", output_B="c"), "'label' is None; with output_A"),
+    (dict(prompt="a", output_A="b", output_B="c", label="B"), "'label' is 'B'; with output_A"),
+    (dict(prompt="a", chosen=[dict(role="user", content="x"), dict(role="assistant", content="y")],
+          rejected=[dict(role="user", content="x"), dict(role="assistant", content="z")]), "'prompt' is not among the turns"),
+])
+def test_a_row_that_contradicts_itself_is_refused(fields, expected):
+    with pytest.raises(humanline.UserError, match=re.escape(expected)):
+        humanline.read_row(fields, "row 1", Config())
+
+
+def test_the_turns_between_prompt_and_answer_are_used():
+    turns = [dict(role="user", content="a"), dict(role="assistant", content="b"), dict(role="user", content="c")]
+    answers = {key: [*turns, dict(role="assistant", content=key)] for key in ("chosen", "rejected")}
+    row = humanline.read_row(dict(prompt="a", **answers), "row 1", Config())
+    assert row.prompt == turns and row.completions == ["chosen", "rejected"]
+
+
+def test_an_alpaca_row_keeps_its_input():
+    row = humanline.read_row(dict(instruction="Add.", input="1 and 2", output="3"), "row 1", Config())
+    assert row.prompt[0]["content"] == "Add.\n\n1 and 2"
+    assert humanline.read_row(dict(instruction="Add.", input="", output="3"), "", Config()).prompt[0]["content"] == "Add."
+
+
+def test_halos_labels_say_which_answer_is_better():
+    for label, better in ((1, "a"), (0, "b")):
+        row = humanline.read_row(dict(prompt="x", output_A="a", output_B="b", label=label), "", Config())
+        assert row.completions[0] == better
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("rows.txt", "a file of no known kind; there are .jsonl"), ("", "the name is empty"), ("rows.jsonl=0", "no row is left")])
+def test_data_that_gives_no_rows_is_one_line(name, expected, tiny, tmp_path, capsys):
+    (tmp_path / "rows.txt").write_text("x")
+    write_jsonl(tmp_path / "rows.jsonl", rows_of("groups"))
+    line = complaint(["--model", tiny, "--data", f"{tmp_path}/{name}" if name else ""], tmp_path, capsys)
+    assert expected in line
+
+
+def test_a_file_may_end_in_capitals(tiny, tmp_path):
+    path = write_jsonl(tmp_path / "ROWS.JSONL", rows_of("groups"))
+    assert len(humanline.read_rows(path, Config(), "--data")) == 24
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\xfa\n", b"[" * 100_000 + b"\n"])
+def test_a_line_that_is_no_text_or_too_deep_is_named(content, tiny, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_bytes(json.dumps(rows_of("groups")[0]).encode() + b"\n" + content)
+    line = complaint(["--model", tiny, "--data", f"{tmp_path}/rows.jsonl"], tmp_path, capsys)
+    assert "row 2: not JSON" in line
+
+
+# --- flags and settings -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("--temperature 1e-300", "--temperature is 1e-300; it must lie from 0.001 to 1000"),
+    ("--batch-size 99999999999", "--batch-size is 99999999999; it must lie from 1 to 1,000,000"),
+    ("--shard", "--shard needs several ranks; start them with torchrun")])
+def test_a_flag_that_would_hang_or_crash_is_one_line(flags, expected, tiny, data_files, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert expected in complaint(["--model", tiny, "--data", data_files["groups"], *flags.split()], tmp_path, capsys)
+
+
+def test_any_text_survives_in_config_toml(tmp_path):
+    text = "emoji 🙂, quote \", backslash \\, newline \n, tab \t, delete \x7f, 汉字"
+    config = humanline.parse_config(["--system", text])
+    (tmp_path / "config.toml").write_text(humanline.to_toml(config), encoding="utf-8")
+    assert humanline.read_config(str(tmp_path / "config.toml")).system == text
+
+
+def test_a_drift_that_is_typed_replaces_the_files_k(tmp_path):
+    (tmp_path / "config.toml").write_text("sync_k = 12\n")
+    flags = ["--config", str(tmp_path / "config.toml")]
+    both = humanline.parse_config([*flags, "--sync-drift", "0.2", "--sync-k", "3"])
+    assert humanline.parse_config([*flags, "--sync-drift", "0.2"]).sync_k == 0 and both.sync_k == 3
+
+
+@pytest.mark.parametrize("flags, objective", [
+    ("", "GRPO with humanline"), ("--no-humanline", "plain GRPO"),
+    ("--no-humanline --sync-k 5 --perception clip", "GRPO with humanline"),
+    ("--no-humanline --sync-k 5", "GRPO with syncing only"), ("--sync-k 0", "GRPO with perception only")])
+def test_a_run_is_called_what_it_did(flags, objective):
+    assert humanline.in_words(humanline.parse_config(flags.split()))["objective"] == objective
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_fails_on_every_sample_stops_the_run_at_once(tiny, data_files, tmp_path, capsys):
+    (tmp_path / "wrong.py").write_text("def wrong(prompts, completions, rows):\n    return lenght(completions)\n")
+    flags = f"--sample-every 1 --reward {tmp_path}/wrong.py:wrong"
+    assert humanline.main(short_run(tiny, data_files["prompts"], tmp_path / "out", flags)) == 2
+    error = capsys.readouterr().err
+    assert "failed on every sample of the first rollouts" in error and "name 'lenght' is not defined" in error
+    assert "Traceback" not in error
+
+
+def test_a_mean_of_graded_rewards_is_not_called_pass_at_1(tiny, data_files, tmp_path, varied, capsys):
+    flags = f"--sample-every 1 --reward {varied} --eval-data {data_files['prompts']}"
+    assert humanline.main(short_run(tiny, data_files["prompts"], tmp_path / "out", flags)) == 0
+    assert "mean reward on held-out prompts went from" in capsys.readouterr().out
+
+
+# --- stopping and resuming --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stopped_run_exits_as_one_that_a_signal_ended(number, tiny, data_files, tmp_path):
+    flags = short_run(tiny, data_files["groups"], tmp_path / "out", "--steps 100000")
+    process = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags], stderr=subprocess.PIPE, text=True,
+                               stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while not (tmp_path / "out" / "metrics.jsonl").exists() or not (tmp_path / "out" / "metrics.jsonl").read_text():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "stopped after step" in out
+    assert f"{number.name}: stopping after this step" in error
+    assert list((tmp_path / "out" / "checkpoint").glob("step-*"))
+
+
+def test_a_run_is_not_resumed_on_other_rows(run, tiny, tmp_path):
+    rows, out = rows_of("groups"), tmp_path / "out"
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags = short_run(tiny, path, out, "--steps 4 --save-every 2")
+    humanline.train(humanline.parse_config(flags))
+    humanline.shutil.rmtree(out / "final")
+    humanline.shutil.rmtree(out / "checkpoint" / "step-00000004")
+    write_jsonl(tmp_path / "rows.jsonl", rows[:12])
+    with pytest.raises(humanline.UserError, match="the rows of --data have changed since then"):
+        humanline.train(humanline.parse_config([*flags, "--resume", "latest"]))
+
+
+def test_a_resume_to_fewer_steps_than_are_done_is_refused(run, tmp_path):
+    out = tmp_path / "out"
+    run("--steps 6 --save-every 4", out=str(out))
+    humanline.shutil.rmtree(out / "final")
+    with pytest.raises(humanline.UserError, match="it has done more than --steps 3 already"):
+        run("--steps 3 --save-every 4 --resume latest", out=str(out))
+
+
+def test_a_resumed_run_remembers_its_last_accuracy(tiny, data_files, tmp_path, varied, capsys):
+    out = tmp_path / "out"
+    flags = short_run(tiny, data_files["prompts"], out,
+                      f"--sample-every 1 --reward {varied} --eval-data {data_files['prompts']} --eval-every 1 --save-every 2")
+    run = humanline.train(humanline.parse_config(flags))
+    humanline.shutil.rmtree(out / "final")
+    assert metrics(out)[-1]["accuracy"] == run.accuracy
+    resumed = humanline.train(humanline.parse_config([*flags, "--resume", "latest"]))
+    assert resumed.accuracy == run.accuracy and resumed.accuracy_before == run.accuracy_before
+
+
+def test_damaged_lines_of_the_metrics_are_left_out_with_one_warning(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    run("--steps 4 --save-every 2", out=str(out))
+    humanline.shutil.rmtree(out / "final")
+    humanline.shutil.rmtree(out / "checkpoint" / "step-00000004")
+    lines = (out / "metrics.jsonl").read_bytes().splitlines()
+    (out / "metrics.jsonl").write_bytes(b"\n".join([lines[0], b"\xff\xfe", b"7", b'{"loss": 1}', lines[1]]) + b"\n")
+    run("--steps 4 --save-every 2 --resume latest", out=str(out))
+    assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4]
+    assert capsys.readouterr().err.count("3 damaged lines are left out") == 1
+
+
+def test_a_list_of_no_hashes_is_damage(run, tmp_path):
+    folder = run("--steps 2 --save-every 2") / "checkpoint" / "step-00000002"
+    assert humanline.find_damage(folder) == ""
+    (folder / "files.json").write_text("{}")
+    assert "damaged" in humanline.find_damage(folder)
