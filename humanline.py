@@ -18,7 +18,7 @@ A *humanline variant* of a loss adds two things and changes nothing else: the re
 steps (**syncing**), and the token log-ratio is clipped before the loss sees it (**perception**).
 
 The order: configuration, perception, objectives, the loop. Who stops there knows the method. Then what the loop calls,
-as it calls it: preparation, data, rollouts, rewards, the reference, log-probs, ranks, checkpoints; last the command
+as it calls it: the run, models, data, rollouts, rewards, the reference, log-probs, ranks, checkpoints; last the command
 line and the embedded demo. Three policies have three names: the **old policy** drew the present rollouts; the
 **reference** is what the log-ratio is taken to; the **sampler** is whatever produced a completion, the old policy or an
 unknown one.
@@ -807,7 +807,8 @@ def stop_signals() -> Iterator[list[int]]:
 
     def note(number: int, _: Any) -> None:
         received.append(number)
-        warn(f"{signal.Signals(number).name}: stopping after this step")
+        with contextlib.suppress(OSError):  # written at once: stderr's own buffer may be in use, or its terminal gone
+            os.write(2, f"humanline.py: warning: {signal.Signals(number).name}: stopping after this step\n".encode())
         if number == signal.SIGINT and world_size() == 1:
             signal.signal(number, handlers[number])
 
