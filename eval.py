@@ -56,8 +56,9 @@ class Settings:
     """A .toml file of humanline.py's settings, for those that are no flag here. Default: the run's own config.toml."""
     limit: int | None = None
     """Read only this many rows of each source."""
-    reward: str | None = None
-    """What scores a completion: exact, math, model:NAME or FILE.py:function. Default: the run's, or exact."""
+    reward: tuple[str, ...] | None = None
+    """What scores a completion: exact, math, model:NAME or FILE.py:function, one or more, each with =WEIGHT if it has
+    one. Default: the run's, or exact."""
     system: str | None = None
     """System message in front of prompts that have none. Default: the run's."""
     prompt_template: str | None = None
@@ -356,23 +357,18 @@ def settings_of(spec: str, flags: Settings, flag: str = "--model") -> Config:
         value = getattr(flags, field.name)
         if field.name == "config" and value is None and run:
             value = run / "config.toml"
-        args += [] if value is None else [f"--{field.name.replace('_', '-')}", str(value)]
+        values = map(str, value) if isinstance(value, tuple) else [str(value)]
+        args += [] if value is None else [humanline.flag_of(field.name), *values]
     return humanline.parse_config(args)
 
 
 def load(spec: str, config: Config, scored: bool = True) -> Sampler:
     """A model as the trainer's sampler: policy, tokenizer, and the reward unless nothing is to be `scored`."""
-    config = dataclasses.replace(config, sample_every=1, reward=config.reward if scored else "exact")
+    config = dataclasses.replace(config, sample_every=1, reward=config.reward if scored else ())
     policy, tokenizer = humanline.load_policy(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     sampler = Sampler(policy.requires_grad_(False), tokenizer, config)
     sampler.name = spec
-    sampler.reward = sampler.reward if scored else unscored
     return sampler
-
-
-def unscored(prompts: list, texts: list[str], rows: list[dict]) -> list[float]:
-    """The reward where only the texts matter."""
-    return [0.0] * len(texts)
 
 
 def check_one_vocabulary(one: Sampler, other: Sampler, flag: str) -> None:
@@ -519,7 +515,7 @@ def accuracy(flags: Accuracy) -> None:
     configs = [settings_of(name, flags) for name in flags.model]
     rewards = {config.reward for config in configs}
     if len(rewards) > 1:
-        names = " and ".join(sorted(rewards))
+        names = " and ".join(sorted(map(" ".join, rewards)))
         raise UserError(f"--model: these runs have different rewards, {names}; choose with --reward")
     data, out = rows_to_measure(flags, configs[0]), new_file(flags.out, (".jsonl",), "accuracy.jsonl")
 
@@ -623,7 +619,7 @@ def winrate(flags: Winrate) -> None:
     sampler = load(flags.model, config, scored=judge is None)
     if judge is None:
         sampler.check_rows(rows)
-    reward, sampler.reward = sampler.reward, unscored  # both sides are scored together, below
+    rewards, sampler.rewards = sampler.rewards, []  # both sides are scored together, below
 
     def texts(one: Sampler, stream: int) -> dict[int, list[str]]:
         drawn, _ = draw(one, encode(one, rows, offline=False), rows, flags.samples, stream)
@@ -639,7 +635,9 @@ def winrate(flags: Winrate) -> None:
     of_rows, first, second = map(list, zip(*pairs))
     prompts, fields = [row.prompt for row in of_rows], [row.fields for row in of_rows]
     if judge is None:
-        higher = np.sign(np.subtract(reward(prompts, first, fields), reward(prompts, second, fields)))
+        sampler.rewards = rewards
+        scores = [[sampler.total(parts) for parts in sampler.compute_rewards(side, of_rows)] for side in (first, second)]
+        higher = np.sign(np.subtract(*scores))
         preference, favour = (1 + higher) / 2, 0 * higher
     else:
         preference, favour = ask_twice(judge, flags.judge, prompts, first, second, fields)
@@ -664,7 +662,7 @@ def winrate(flags: Winrate) -> None:
         favoured = show(interval(favour.mean(1), -1, 1), sign="+")
         results.append(["favours what it reads first", favoured, "the judge, -1 to 1"])
     print(f"{flags.model} against {flags.against} on {data}: {shape[0]} prompts x {shape[1]}, judged by "
-          f"{flags.judge or config.reward}; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n\n"
+          f"{flags.judge or ' '.join(config.reward)}; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n\n"
           f"pairs: {out}")
     if outputs is not None:
         beside = outputs.with_stem(outputs.stem + "-against")

@@ -80,14 +80,15 @@ class Config:
     come in one pass."""
     limit: int | None = None  # Read only this many rows of each source.
     eval_data: str | None = None  # Held-out rows, for --eval-every. Default: `embedded:test` with the embedded data.
-    reward: str = "exact"
-    """What rewards a completion. `exact`: 1 if it equals the row's `answer`; `math`: 1 if its final answer equals that,
-    or the \\boxed{} of the row's `solution`; `model:NAME`: the output of a sequence classifier; `FILE.py:function`:
-    your own function(prompts, completions, rows) -> list of floats, where prompts are lists of messages, rows dicts."""
+    reward: tuple[str, ...] = ("exact",)
+    """What rewards a completion: one or more of NAME[=WEIGHT], whose weighted sum it is. `exact`: 1 if it equals the
+    row's `answer`; `math`: 1 if its final answer equals that, or the \\boxed{} of the row's `solution`; `model:NAME`:
+    the output of a sequence classifier; `FILE.py:function`: your own function(prompts, completions, rows) -> list of
+    floats, where prompts are lists of messages, rows dicts."""
     reward_seconds: float = 10.0
     """Time limit, where the reward is `math` or your own: per sample, and √n times as much for a call with n
     samples."""
-    reward_failed: float = 0.0  # The reward of a sample whose reward function raised, hung or gave no number.
+    reward_failed: float = 0.0  # What a reward function counts as where it raised, hung or gave no number.
     system: str | None = None  # System message in front of prompts that have none (models with a chat template).
     prompt_template: str | None = None  # Text around each prompt, with {prompt} where it belongs.
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
@@ -118,15 +119,20 @@ class Config:
     """KTO: weight of desirable examples. Default: such that both kinds count the same, in the data or the rollouts."""
     undesirable_weight: float = 1.0  # KTO: weight of undesirable examples.
     epsilon: float = 0.2  # GRPO: the ratio is clipped to [1 - epsilon, 1 + epsilon].
-    kl_beta: float = 0.0  # GRPO: weight of the KL penalty.
-    average: Literal["token", "sequence"] = "token"
-    """GRPO: mean over all completion tokens of the batch, or over each sequence's tokens first."""
+    epsilon_high: float | None = None  # GRPO: the upper end is 1 + epsilon_high instead (DAPO takes 0.28).
+    ratio: Literal["token", "sequence"] = "token"
+    """GRPO: each token has its own ratio, or all tokens of a sequence their geometric mean (GSPO)."""
+    scale_rewards: bool = True  # GRPO: divide a group's advantages by their standard deviation. Dr. GRPO does not.
+    kl_beta: float = 0.0  # GRPO: weight of the KL to the reference; without humanline that is the initial policy.
+    average: Literal["token", "sequence", "constant"] = "token"
+    """GRPO: mean over all completion tokens of the batch; over each sequence's tokens first; or the sum over each
+    sequence's tokens divided by --max-new-tokens (Dr. GRPO)."""
 
     # Where the completions come from.
     sample_every: int = 0
     """0: train on the data's own completions (offline). N: draw some every N steps for the next N steps (1: online)."""
     group_size: int = 8  # Completions drawn per prompt.
-    temperature: float = 1.0  # Sampling temperature.
+    temperature: float = 1.0  # Sampling temperature T. Log-probs of what was drawn are of softmax(logits / T), too.
     top_p: float = 1.0  # Nucleus sampling: keep the most likely tokens that together have this probability.
     max_new_tokens: int | None = None  # Longest completion drawn. Default: 8 with the embedded model, else 512.
     sample_tokens: int = 65536
@@ -165,6 +171,8 @@ class Config:
     eval_every: int | None = None  # Measure every so many steps; 0: before and after. Default: embedded 64, else 0.
     eval_prompts: int = 500  # Held-out prompts per evaluation.
     eval_samples: int = 2  # Completions drawn per held-out prompt.
+    eval_temperature: float | None = None  # Sampling temperature for them. Default: --temperature.
+    eval_top_p: float | None = None  # Nucleus sampling for them. Default: --top-p.
     track: Literal["tensorboard", "wandb"] | None = None  # Send the metrics there, too. Both need tensorboard.
     config: str | None = None  # A .toml file of these settings; flags override it.
 
@@ -265,12 +273,13 @@ def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: flo
     gains, losses = desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain)
     return torch.where(desirable.bool(), gains, losses)
 
-def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01) -> Tensor:
+def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scale: bool = True) -> Tensor:
     """A_i = (r_i - mean) / (std + eps) within each group, with the population standard deviation (Shao et al. 2024).
 
     Args:
         rewards: (N,) floats.
         group_ids: (N,) integers; equal ids form a group, in any order.
+        scale: False leaves the division out (Dr. GRPO, Liu et al. 2025).
     Returns:
         (N,) advantages, zero-mean in each group; 0 for a group of one or without a difference.
 
@@ -280,27 +289,45 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01) -> T
     _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(counts), dtype=rewards.dtype, device=rewards.device)
     centred = rewards - (sums.index_add(0, index, rewards) / counts)[index]
+    if not scale:
+        return centred
     std = (sums.index_add(0, index, centred**2) / counts).sqrt()
     return centred / (std[index] + eps)
 
 def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor, epsilon: float = 0.2,
-              kl_beta: float = 0.0) -> Tensor:
+              kl_beta: float = 0.0, epsilon_high: float | None = None) -> Tensor:
     """-min(A r_t, A clip(r_t, 1-ε, 1+ε)) + β_KL (exp(-d_t) + d_t - 1), with r_t = exp(d̃_t) (Shao et al. 2024, eq. 3).
 
-    With humanline the ratio is clipped twice: upstream as d̃, and here. The KL term sees the raw d.
+    As published, d̃ is taken to the old policy and d to the initial one. With humanline both are taken to the synced
+    reference, and the ratio is clipped twice: upstream as d̃, and here. The KL term sees the raw d.
 
     Paste with `token_kl`.
 
     Args:
-        log_ratio: (N, T) raw token log-ratios d, in nats.
+        log_ratio: (N, T) raw token log-ratios d to the reference, in nats.
         perceived_log_ratio: (N, T) token log-ratios d̃ after perception.
         advantages: (N,).
+        epsilon_high: the clip's upper end is 1 + ε_high (Yu et al. 2025, DAPO, eq. 8); None: ε.
     Returns:
         (N, T) token losses. Masked positions hold -A, as r = 1 there: multiply by the mask before averaging.
     """
     ratio, advantages = perceived_log_ratio.exp(), advantages.unsqueeze(-1)
-    loss = -torch.min(advantages * ratio, advantages * ratio.clamp(1 - epsilon, 1 + epsilon))
+    clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
+    loss = -torch.min(advantages * ratio, advantages * clipped)
     return loss + kl_beta * token_kl(log_ratio) if kl_beta else loss
+
+def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Each token gets the mean over its sequence, so that exp of it is the sequence's ratio to the power 1 / length
+    (Zheng et al. 2025, GSPO, eq. 7).
+
+    Args:
+        log_ratio: (N, T) token log-ratios, zero at masked positions.
+        mask: (N, T), true or 1 at completion tokens.
+    Returns:
+        (N, T), zero at masked positions.
+    """
+    means = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return means * mask
 
 def token_kl(log_ratio: Tensor) -> Tensor:
     """exp(-d) + d - 1 >= 0, whose mean over the policy's samples is KL(π_θ || π_ref), in nats (Schulman 2020, "k3")."""
@@ -317,6 +344,7 @@ class Group:
     completions: list[list[int]]
     rewards: list[float]
     labelled: bool = False  # rewards are absolute labels (1 desirable, 0 not), not to be compared with each other
+    parts: list[list[float | None]] = dataclasses.field(default_factory=list)  # of each reward; None: it failed
 
 @dataclass
 class Sequence:
@@ -329,6 +357,7 @@ class Sequence:
     is_chosen: bool = False  # DPO: chosen; KTO: desirable; GRPO: its advantage is positive
     weight: float = 1.0  # KTO: λ_D or λ_U
     ref_logps: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t); None: the reference is the policy
+    old_logps: Tensor | None = None  # the same of the old policy, where the loss needs both; see `takes_old_policy`
     rejected_tokens: Tensor | None = None  # (len(completion),) booleans, with --perception sample
     shares_prompt: bool = False  # lies behind the sequence before it in one row of the forward pass; see `cut`
     index: int = 0  # its place in the batch
@@ -340,21 +369,22 @@ class Sequence:
 class LossInputs:
     """What a loss sees of a microbatch of N sequences. DPO: chosen, rejected, chosen, rejected, …"""
 
-    log_ratio: Tensor  # (N, T) d, in nats; 0 outside the completions
+    log_ratio: Tensor  # (N, T) d to the reference, in nats; 0 outside the completions
     perceived: Tensor  # (N, T) d̃, in nats
+    mask: Tensor  # (N, T) booleans, true at completion tokens
     advantages: Tensor  # (N,)
     is_chosen: Tensor  # (N,) booleans
     weights: Tensor  # (N,)
     kl: Tensor | None  # () z₀, in nats, for a loss with `needs_mismatched`
 
-def group_with_advantages(group: Group) -> list[list[Sequence]]:
+def group_with_advantages(group: Group, config: Config) -> list[list[Sequence]]:
     """GRPO: the whole group is one unit."""
-    rewards = torch.tensor(group.rewards, dtype=torch.float64)
-    advantages = group_advantages(rewards, torch.zeros(len(rewards), dtype=torch.long)).tolist()
+    rewards, ids = torch.tensor(group.rewards, dtype=torch.float64), torch.zeros(len(group.rewards), dtype=torch.long)
+    advantages = group_advantages(rewards, ids, scale=config.scale_rewards).tolist()
     return [[Sequence(group.prompt, completion, group.row, advantage=advantage, is_chosen=advantage > 0)
              for completion, advantage in zip(group.completions, advantages)]]
 
-def best_against_worst(group: Group) -> list[list[Sequence]]:
+def best_against_worst(group: Group, config: Config) -> list[list[Sequence]]:
     """DPO: the best and the worst completion are a pair; without a difference there is none."""
     rewards = group.rewards
     best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
@@ -363,7 +393,7 @@ def best_against_worst(group: Group) -> list[list[Sequence]]:
     return [[Sequence(group.prompt, group.completions[best], group.row, is_chosen=True),
              Sequence(group.prompt, group.completions[worst], group.row)]]
 
-def above_and_below_mean(group: Group) -> list[list[Sequence]]:
+def above_and_below_mean(group: Group, config: Config) -> list[list[Sequence]]:
     """KTO: each completion is an example; desirable are those above the group's mean, or labelled so."""
     threshold = 0.5 if group.labelled else float(torch.tensor(group.rewards, dtype=torch.float64).mean())
     return [[Sequence(group.prompt, completion, group.row, is_chosen=reward > threshold)]
@@ -379,6 +409,10 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
         weight = config.desirable_weight or balanced
         sequence.weight = weight if sequence.is_chosen else config.undesirable_weight
 
+def grpo_of_inputs(x: LossInputs, config: Config) -> Tensor:
+    perceived = sequence_log_ratio(x.perceived, x.mask) if config.ratio == "sequence" else x.perceived
+    return grpo_loss(x.log_ratio, perceived, x.advantages, config.epsilon, config.kl_beta, config.epsilon_high)
+
 @dataclass(frozen=True)
 class Loss:
     """All that the program knows of a loss. Another one is another entry of LOSSES, and nothing else.
@@ -388,17 +422,17 @@ class Loss:
     """
 
     compute: Callable[[LossInputs, Config], Tensor]
-    make_units: Callable[[Group], list[list[Sequence]]]
+    make_units: Callable[[Group, Config], list[list[Sequence]]]
     unit: Literal["group", "pair", "example"]  # what --batch-size counts; a pair lies as chosen, rejected
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # where they differ from DEFAULTS
     embedded_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # the same, from EMBEDDED_DEFAULTS
     set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None  # of all data or rollouts
     needs_mismatched: bool = False  # z₀, from each prompt with the completion of another prompt
+    has_old_policy: bool = False  # as published its log-ratio is to the old policy; see `takes_old_policy`
 
 LOSSES = {
-    "grpo": Loss(
-        lambda x, config: grpo_loss(x.log_ratio, x.perceived, x.advantages, config.epsilon, config.kl_beta),
-        group_with_advantages, "group", embedded_defaults=dict(sync_k=24)),
+    "grpo": Loss(grpo_of_inputs, group_with_advantages, "group", embedded_defaults=dict(sync_k=24),
+                 has_old_policy=True),
     "dpo": Loss(
         lambda x, config: dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta),
         best_against_worst, "pair"),
@@ -420,13 +454,14 @@ def train(config: Config) -> "Run":
             run.accuracy_before = run.accuracy = run.measure(0)
 
         for step in run.progress:
-            step_started, sample_seconds = time.perf_counter(), 0.0
+            step_started, sample_seconds, about_rollouts = time.perf_counter(), 0.0, {}
 
             # Rollouts: the policy, their old policy from now on, completes the prompts of the next steps; rewards.
             if config.sample_every and step > run.batches.rollouts_until:
                 prompts = run.batches.next_prompts(step)
                 rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step)
                 run.batches.add_rollouts(rollouts, step)
+                about_rollouts = run.sampler.report(rollouts)
                 sample_seconds = time.perf_counter() - step_started
                 reference.after_rollouts(step)
 
@@ -434,7 +469,7 @@ def train(config: Config) -> "Run":
             if step == 1 and (reference.syncs or not config.sample_every):
                 reference.sync(0)
             batch = run.batches.take(step)
-            reference.attach_logps(batch)
+            reference.attach_to_batch(batch)
 
             # Forward, perceive, loss, backward, a microbatch at a time: right below.
             report = forward_backward(policy, batch, config)
@@ -451,7 +486,7 @@ def train(config: Config) -> "Run":
             optimizer.zero_grad()
 
             # Measure, log, save.
-            report |= dict(step=step, lr=learning_rate(step, config), grad_norm=grad_norm)
+            report |= about_rollouts | dict(step=step, lr=learning_rate(step, config), grad_norm=grad_norm)
             report |= dict(sample_seconds=sample_seconds, step_seconds=time.perf_counter() - step_started)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 run.accuracy = report["accuracy"] = run.measure(step)
@@ -483,14 +518,15 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         policy.zero_grad()
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
         for microbatch in cut(batch.sequences, config):
-            log_ratio, mask, logps = log_ratios(policy, microbatch, config)  # forward
+            log_ratio, ref_log_ratio, mask, logps = log_ratios(policy, microbatch, config)  # forward
             perceived, passes = perceive(log_ratio, microbatch, config)
             sequences = microbatch or [Sequence([], [])]
             chosen = torch.tensor([s.is_chosen for s in sequences], device=device)
             advantages = torch.tensor([s.advantage for s in sequences], device=device)
             weights = torch.tensor([s.weight for s in sequences], device=device)
             if microbatch:
-                losses = loss.compute(LossInputs(log_ratio, perceived, advantages, chosen, weights, kl), config)
+                inputs = LossInputs(ref_log_ratio, perceived, mask, advantages, chosen, weights, kl)
+                losses = loss.compute(inputs, config)
                 mean_loss = share_of_mean(losses, mask, batch, config)
             else:  # sharded, a rank without work goes along
                 mean_loss = log_ratio.sum()
@@ -498,7 +534,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             with torch.no_grad():
                 gain = config.beta * perceived.sum(-1)
                 sums += torch.stack([
-                    mean_loss, (passes & mask).sum(), log_ratio.abs().sum(), token_kl(log_ratio).sum(), logps.sum(),
+                    mean_loss, (passes & mask).sum(), log_ratio.abs().sum(), token_kl(ref_log_ratio).sum(), logps.sum(),
                     logps[chosen].sum(), gain[chosen].sum(), gain[~chosen].sum()]).double()
         return sums
 
@@ -511,13 +547,31 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             pending.wait()
     return step_report(batch, dict(zip(names, sum_over_ranks(sums).tolist())), kl, config)
 
-def log_ratios(policy: Module, sequences: list[Sequence], config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """d = log π_θ - log π_ref: (N, T), 0 outside the completions; the (N, T) mask; log π_θ (N, T)."""
+def log_ratios(policy: Module, sequences: list[Sequence], config: Config) -> tuple[Tensor, ...]:
+    """Four (N, T) tensors: the log-ratio that the loss perceives and the log-ratio d to the reference, which are the
+    same but for `takes_old_policy`, both 0 outside the completions; the mask; log π_θ."""
     with mixed_precision(policy.device, config):
-        logps, mask = log_probs(policy, sequences)
-    if not sequences or sequences[0].ref_logps is None:  # the reference is the policy itself
-        return logps - logps.detach(), mask, logps
-    return logps - pad_completions([s.ref_logps for s in sequences], sequences, logps), mask, logps
+        logps, mask = log_probs(policy, sequences, logits_temperature(config))
+
+    def to(name: str) -> Tensor:
+        if not sequences or getattr(sequences[0], name) is None:  # the policy itself
+            return logps - logps.detach()
+        return logps - pad_completions([getattr(s, name) for s in sequences], sequences, logps)
+
+    ref_log_ratio = to("ref_logps")
+    return to("old_logps") if takes_old_policy(config) else ref_log_ratio, ref_log_ratio, mask, logps
+
+def takes_old_policy(config: Config) -> bool:
+    """Whether the log-ratio is to the policy that drew, and only the KL to the reference: published GRPO online.
+    Humanline takes both to the synced reference; offline nobody knows who drew, and the reference stands in."""
+    return LOSSES[config.loss].has_old_policy and bool(config.sample_every) and not is_synced(config)
+
+def is_synced(config: Config) -> bool:
+    return bool(config.sync_k or config.sync_drift)
+
+def logits_temperature(config: Config) -> float:
+    """T of softmax(logits / T), the distribution that drew the completions; 1 for those that the data has."""
+    return config.temperature if config.sample_every else 1.0
 
 def perceive(log_ratio: Tensor, sequences: list[Sequence], config: Config) -> tuple[Tensor, Tensor]:
     """d̃, and a boolean (N, T) tensor of what passes a gradient."""
@@ -533,6 +587,8 @@ def share_of_mean(losses: Tensor, mask: Tensor, batch: "Batch", config: Config) 
     """A microbatch's share of the mean loss of the whole batch, whose counts it is divided by."""
     if losses.dim() == 1:  # a loss for each pair or example
         return losses.sum() / (len(batch.sequences) / (2 if LOSSES[config.loss].unit == "pair" else 1))
+    if config.average == "constant":
+        return (losses * mask).sum() / (len(batch.sequences) * config.max_new_tokens)
     if config.average == "sequence":
         return ((losses * mask).sum(-1) / mask.sum(-1)).sum() / len(batch.sequences)
     return (losses * mask).sum() / sum(len(s.completion) for s in batch.sequences)
@@ -544,6 +600,8 @@ def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, confi
     tokens, chosen = sum(len(s.completion) for s in batch.sequences), [s for s in batch.sequences if s.is_chosen]
     report = dict(loss=sums["loss"], tokens=tokens)
     report |= {name: sums[name] / max(1, tokens) for name in ("unclamped", "drift", "kl", "logp")}
+    if takes_old_policy(config) and not config.kl_beta:
+        del report["kl"]  # no reference was asked
     if chosen:
         report["logp_wanted"] = sums["logp_wanted"] / sum(len(s.completion) for s in chosen)
     if LOSSES[config.loss].unit != "group":
@@ -650,8 +708,10 @@ class Run:
         """The mean reward of fresh samples on --eval-data, if there are any: pass@1 for rewards of 0 and 1."""
         if not self.eval_groups:
             return None
-        samples = self.config.eval_samples
-        rollouts = self.sampler.draw_rollouts(self.eval_groups, self.eval_rows, samples, 500_000 + step)
+        samples, temperature, top_p = self.config.eval_samples, self.config.eval_temperature, self.config.eval_top_p
+        sampling = dataclasses.replace(self.config, temperature=temperature or self.config.temperature,
+                                       top_p=top_p or self.config.top_p)
+        rollouts = self.sampler.draw_rollouts(self.eval_groups, self.eval_rows, samples, 500_000 + step, sampling)
         if any(reward not in (0, 1) for group in rollouts for reward in group.rewards):
             self.measured = "mean reward"
         return sum(sum(group.rewards) for group in rollouts) / (len(rollouts) * samples)
@@ -854,8 +914,8 @@ def on_hub(spec: str | None) -> bool:
 
 def go_offline_without_hub(config: Config) -> None:
     """Where the hub does not answer, make do with its cache: its client would ask for half a minute, or for ever."""
-    reward_model = config.reward.removeprefix("model:") if config.reward.startswith("model:") else None
-    if not any(map(on_hub, (config.model, *config.data, config.eval_data, reward_model))):
+    rewards = [name.removeprefix("model:") for name, _ in map(split_reward, config.reward) if name.startswith("model:")]
+    if not any(map(on_hub, (config.model, *config.data, config.eval_data, *rewards))):
         return
     from huggingface_hub import constants, get_session
     answered = threading.Event()
@@ -1223,7 +1283,8 @@ class Batches:
                     "--data: prompts without completions; draw them with --sample-every 1")
             require(self.loss.unit == "example" or not any(group.labelled for group in groups),
                     "--data: labelled completions make no pairs or groups; use --loss kto, or --sample-every 1")
-            self.units = [(unit, mean(group.rewards)) for group in groups for unit in self.loss.make_units(group)]
+            self.units = [(unit, mean(group.rewards)) for group in groups
+                          for unit in self.loss.make_units(group, config)]
             require(self.units, "--data: no row has a best and a worst completion, so there is no pair to train on")
             self.loss.set_weights([sequence for unit, _ in self.units for sequence in unit], config)
             self.steps_per_epoch = max(1, len(self.units) // config.batch_size)
@@ -1246,7 +1307,7 @@ class Batches:
 
     def add_rollouts(self, rollouts: list[Group], step: int) -> None:
         """Online: make the batches from `step` on of the rollouts of `next_prompts(step)`."""
-        units = [self.loss.make_units(group) for group in rollouts]
+        units = [self.loss.make_units(group, self.config) for group in rollouts]
         self.loss.set_weights([sequence for group in units for unit in group for sequence in unit], self.config)
         for start in range(0, len(rollouts), self.prompts_per_step):
             here = slice(start, start + self.prompts_per_step)
@@ -1293,19 +1354,22 @@ class Sampler:
         with explained(f"--model {config.model}: its chat template fails", "put another into the tokenizer's folder"):
             self.stops, self.longest = stop_ids(policy, tokenizer), max_positions(policy)
         self.pad = self.stops[0]  # padding is masked: any token that the model knows will do
-        self.reward: Reward | None = None
+        self.rewards: list[Reward] = []
         self.has_drawn = False
         if config.sample_every or config.eval_data is not None:  # a reward may be a large model
-            self.reward = Reward(config, policy.device)
+            self.rewards = [Reward(spec, config, policy.device) for spec in config.reward]
 
     def check_rows(self, rows: list[Row]) -> None:
-        """Raises UserError for the first row that lacks what the reward needs."""
-        for row, missing in zip(rows, self.reward.missing([row.fields for row in rows]) if rows else []):
-            require(not missing, f"{row.where}: {missing}")
+        """Raises UserError for the first row that lacks what a reward needs."""
+        for reward in self.rewards if rows else []:
+            for row, missing in zip(rows, reward.missing([row.fields for row in rows])):
+                require(not missing, f"{row.where}: {missing}")
 
-    def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int) -> list[Group]:
+    def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
+                      sampling: Config | None = None) -> list[Group]:
         """`size` completions with rewards for each prompt. The ranks share the calls of `generate`, and reward one
-        call's completions while the next are drawn. The draws are a function of --seed and `step`."""
+        call's completions while the next are drawn. The draws are a function of --seed and `step`. sampling: other
+        settings than the run's."""
         repeated = [group for group in prompts for _ in range(size)]
         most = math.ceil(len(repeated) / world_size())
         packed = pack([len(group.prompt) + self.config.max_new_tokens for group in repeated], self.config.sample_tokens)
@@ -1319,28 +1383,49 @@ class Sampler:
             for number in numbers:
                 groups = [repeated[i] for i in calls[number]]
                 ids, seed = [group.prompt for group in groups], seed_for(self.config.seed, "draw", step, number)
-                completions[number] = sample(self.policy, ids, self.stops, self.pad, self.config, seed)
+                completions[number] = sample(self.policy, ids, self.stops, self.pad, sampling or self.config, seed)
+                texts = self.tokenizer.batch_decode(completions[number], skip_special_tokens=True)
                 call_rows = [rows[group.row] for group in groups]
-                rewards[number] = executor.submit(self.compute_rewards, completions[number], call_rows)
+                rewards[number] = executor.submit(self.compute_rewards, texts, call_rows)
         results = {}
         for number in completions:
             results |= zip(calls[number], zip(completions[number], rewards[number].result()))
         results = {i: result for part in gather_from_ranks(results) for i, result in part.items()}
         if not self.has_drawn:  # a reward with a mistake in it fails on everything, from the start
-            worked = gather_from_ranks(getattr(self.reward, "worked", True))
-            require(any(worked), f"--reward {self.config.reward} failed on every sample of the first rollouts: "
-                    f"{getattr(self.reward, 'failure', '')!r:.200}")
+            for reward in self.rewards:
+                worked = gather_from_ranks(reward.worked)
+                require(any(worked), f"--reward {reward.name} failed on every sample of the first rollouts: "
+                        f"{reward.failure!r:.200}")
             self.has_drawn = True
         rollouts = []
         for number, group in enumerate(prompts):
-            drawn = [results[i] for i in range(number * size, (number + 1) * size)]
-            rollouts.append(Group(group.row, group.prompt, [ids for ids, _ in drawn], [reward for _, reward in drawn]))
+            completions, parts = zip(*(results[i] for i in range(number * size, (number + 1) * size)))
+            rewards = [self.total(values) for values in parts]
+            rollouts.append(Group(group.row, group.prompt, list(completions), rewards, parts=list(parts)))
         return rollouts
 
-    def compute_rewards(self, completions: list[list[int]], rows: list[Row]) -> list[float]:
-        """The reward of each completion, of its text."""
-        texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
-        return self.reward([row.prompt for row in rows], texts, [row.fields for row in rows])
+    def compute_rewards(self, texts: list[str], rows: list[Row]) -> list[list[float | None]]:
+        """What each reward gives for the completion of each row; None where it failed."""
+        samples = [row.prompt for row in rows], texts, [row.fields for row in rows]
+        given = [reward(*samples) for reward in self.rewards]
+        return [[values[i] for values in given] for i in range(len(texts))]
+
+    def total(self, parts: list[float | None]) -> float:
+        """The reward of a completion: the weighted sum of `parts`."""
+        values = [self.config.reward_failed if value is None else value for value in parts]
+        return sum(reward.weight * value for reward, value in zip(self.rewards, values))
+
+    def report(self, rollouts: list[Group]) -> dict[str, float]:
+        """What the metrics say of rollouts that were just drawn: where there are several rewards the mean of each that
+        did not fail, and where some failed how many."""
+        report = {}
+        for reward, values in zip(self.rewards, zip(*(parts for group in rollouts for parts in group.parts))):
+            given = [value for value in values if value is not None]
+            if len(self.rewards) > 1 and given:
+                report[f"reward_{reward.short_name}"] = mean(given)
+            if len(given) < len(values):
+                report[f"failed_{reward.short_name}"] = len(values) - len(given)
+        return report
 
 @torch.no_grad()
 def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int, config: Config,
@@ -1388,14 +1473,22 @@ def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
 # ---------- Rewards ---------------------------------------------------------------------------------------------------
 # A number for each completion. What fails costs its sample --reward-failed, and never the run.
 
-class Reward:
-    """What --reward names, as a function(prompts, completions, rows) that gives a finite float for each completion and
-    raises nothing; raises UserError where it cannot be loaded. Prompts are lists of messages (dicts with a `role` and a
-    `content`), completions texts, rows dicts with all that the data has. A file of yours may also have
-    `prepare_reward()`, called once in its process, and `missing_for_reward(row)`: what a row lacks, or ""."""
+def split_reward(spec: str) -> tuple[str, float]:
+    """NAME[=WEIGHT] -> its name and its weight, by default 1."""
+    parts = re.fullmatch(r"(exact|math|model:.+?|.+\.py:\w+)(?:=(-?\d*\.?\d+))?", spec)
+    require(parts, f"--reward {spec}: write exact, math, model:NAME or FILE.py:function, with =WEIGHT if it has one")
+    return parts[1], float(parts[2] or 1)
 
-    def __init__(self, config: Config, device: torch.device):
-        self.config, self.name, self.process, self.worked, self.failure = config, config.reward, None, False, ""
+class Reward:
+    """What --reward names, as a function(prompts, completions, rows) that gives a finite float for each completion, or
+    None where it failed, and raises nothing; raises UserError where it cannot be loaded. Prompts are lists of messages
+    (dicts with a `role` and a `content`), completions texts, rows dicts with all that the data has. A file of yours may
+    also have `prepare_reward()`, called once in its process, and `missing_for_reward(row)`: what a row lacks, or ""."""
+
+    def __init__(self, spec: str, config: Config, device: torch.device):
+        self.config, (self.name, self.weight) = config, split_reward(spec)
+        self.process, self.worked, self.failure = None, False, ""
+        self.short_name = re.split("[:/]", self.name)[-1]  # in the metrics
         path, _, function = self.name.rpartition(":")
         advice = {"model": "name a Hugging Face sequence classifier, or a local folder that holds one",
                   "": "put the project's configs/math_reward.py beside humanline.py"}
@@ -1422,9 +1515,9 @@ class Reward:
         lack = "no 'answer'; --reward exact compares the completion with it"
         return [lack if self.name == "exact" and row.get("answer") is None else "" for row in rows]
 
-    def __call__(self, prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
+    def __call__(self, prompts: list, completions: list[str], rows: list[dict]) -> list[float | None]:
         """Where rewarding all of them together fails, each is rewarded alone; what still fails, or is no finite number,
-        gets --reward-failed. One warning counts them."""
+        is None, and counts as --reward-failed. One warning counts them."""
 
         def attempt(*samples: list) -> list | Exception:
             try:
@@ -1445,9 +1538,9 @@ class Reward:
         reasons += [value for value, is_good in zip(values, good) if not is_good]
         self.worked, self.failure = self.worked or any(good), (reasons or [""])[0]
         if reasons:
-            failed = f"{good.count(False)} of {len(good)} samples failed and get {self.config.reward_failed:g}"
+            failed = f"{good.count(False)} of {len(good)} samples failed and count as {self.config.reward_failed:g}"
             warn(f"--reward {self.name}: {failed}; the first reason: {reasons[0]!r:.200}")
-        return [float(value) if is_good else self.config.reward_failed for value, is_good in zip(values, good)]
+        return [float(value) if is_good else None for value, is_good in zip(values, good)]
 
 def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
     """1 for a completion that equals the row's `answer`, white space around it aside."""
@@ -1559,10 +1652,10 @@ def serve_reward(path, name, pipe):
 # ---------- The reference ---------------------------------------------------------------------------------------------
 
 class Reference:
-    """π_ref and where its log-probs come from.
+    """π_ref and π_old, and where their log-probs come from.
 
-    Humanline: the policy as of the last sync. Without syncs: offline the initial policy; online the old policy, which
-    drew the rollouts (DPO and KTO: as in the authors' rounds).
+    The reference is, with humanline, the policy as of the last sync; as published, the initial policy, or for DPO and
+    KTO online the old policy (the authors' rounds). The old policy drew the rollouts; see `takes_old_policy`.
 
     **copy** keeps a second model, which computes each batch's log-probs when its turn comes. **lookahead** keeps none:
     at a sync π_ref *is* the policy, so one pass of the policy over the batches up to the next sync yields every
@@ -1573,17 +1666,20 @@ class Reference:
 
     def __init__(self, policy: Module, batches: Batches, config: Config):
         self.policy, self.batches, self.config = policy, batches, config
-        self.syncs = bool(config.sync_k or config.sync_drift)
+        self.syncs, self.apart = is_synced(config), takes_old_policy(config)
         require(config.ref != "lookahead" or not config.sync_drift,
                 "--ref lookahead must know when the next sync comes, and --sync-drift does not; use --ref copy")
         require(config.ref != "lookahead" or config.sync_alpha == 1,
                 "--ref lookahead takes the policy as reference, and --sync-alpha below 1 a mixture; use --ref copy")
         # With rollouts at every step each sync would put the weights aside.
         needs_copy = config.sync_drift or config.sync_alpha < 1 or (self.syncs and config.sample_every == 1)
+        is_asked = config.kl_beta or not self.apart
         self.model: Module | None = None
-        if config.ref == "copy" or (config.ref == "auto" and needs_copy):
+        if is_asked and (config.ref == "copy" or (config.ref == "auto" and needs_copy)):
             self.model = load_policy(config, policy.device)[0].requires_grad_(False)
         self.weights: list[Tensor] | None = None  # put aside
+        if is_asked and self.apart and self.model is None:
+            self.put_weights_aside()  # the initial policy's, for the whole run
         self.until = 0  # the last step that the present reference serves
 
     def sync(self, step: int) -> None:
@@ -1606,47 +1702,65 @@ class Reference:
         """The log-probs of the known batches after `step` that the present reference serves, by the policy as it is."""
         if not self.config.sample_every:
             self.batches.make_offline(self.until)
-        batches = [batch for batch in self.batches.pending if step < batch.step <= self.until]
+        self.attach_to_pending("ref_logps", step + 1, self.until)
+
+    def attach_to_pending(self, name: str, first: int, last: int) -> None:
+        """The log-probs of the pending batches from step `first` to `last`, by the policy as it is."""
+        batches = [batch for batch in self.batches.pending if first <= batch.step <= last]
         for batch in tqdm(batches, desc="reference", leave=False, disable=len(batches) < 64 or None):
-            attach_ref_logps(self.policy, batch, self.config)
+            attach_logps(name, self.policy, batch, self.config)
 
     def after_rollouts(self, step: int) -> None:
-        """Batches from `step` on were just drawn: the log-probs of those that the present reference serves."""
-        if not self.syncs:  # the old policy; with rollouts for one step it is the policy itself, and d is 0
-            if self.model is not None or self.batches.rollouts_until > step:
+        """Batches from `step` on were just drawn: the log-probs of the old policy, which is the policy as it is, and of
+        the reference as far as the present one serves. Of rollouts for one step the policy is the old one, and d 0."""
+        until = self.batches.rollouts_until
+        if self.apart:
+            if until > step:
+                self.attach_to_pending("old_logps", step, until)
+            if self.weights is not None:
+                with self.borrowed_weights():
+                    self.attach_to_pending("ref_logps", step, until)
+        elif not self.syncs:
+            if self.model is not None or until > step:
                 self.sync(step - 1)
         elif self.weights is not None:
             with self.borrowed_weights():
                 self.look_ahead(step - 1)
-            if self.batches.rollouts_until >= self.until:
+            if until >= self.until:
                 self.weights = None
 
-    def attach_logps(self, batch: Batch) -> None:
+    def attach_to_batch(self, batch: Batch) -> None:
         """A copy computes a batch's log-probs when its turn comes; looking ahead has computed them before."""
         if self.model is not None:
-            attach_ref_logps(self.model, batch, self.config)
+            attach_logps("ref_logps", self.model, batch, self.config)
 
     def put_weights_aside(self) -> None:
         self.weights = [local_part(p.detach()).to("cpu", copy=True) for p in self.policy.parameters()]
 
     @contextlib.contextmanager
     def borrowed_weights(self) -> Iterator[None]:
-        """The policy with the reference's weights, for the length of a `with`."""
-        weights = [local_part(p.detach()) for p in self.policy.parameters()]
-        policy_weights = [weight.clone() for weight in weights]
-        torch._foreach_copy_(weights, self.weights)
+        """The policy with the reference's weights, for the length of a `with`. They change places one by one, so that
+        no more memory is needed."""
+        def swap() -> None:
+            for p, aside in zip(self.policy.parameters(), self.weights):
+                weight = local_part(p.detach())
+                present = weight.to("cpu", copy=True)
+                weight.copy_(aside)
+                aside.copy_(present)
+
+        swap()
         try:
             yield
         finally:
-            torch._foreach_copy_(weights, policy_weights)
+            swap()
 
-def attach_ref_logps(model: Module, batch: Batch, config: Config) -> None:
-    """Write `model`'s log-probs into the batch as the reference's."""
-    values = lambda microbatch: log_probs(model, microbatch)[0]
+def attach_logps(name: Literal["ref_logps", "old_logps"], model: Module, batch: Batch, config: Config) -> None:
+    """Write `model`'s log-probs into the batch as the reference's or the old policy's."""
+    values = lambda microbatch: log_probs(model, microbatch, logits_temperature(config))[0]
     with mixed_precision(model.device, config):
         for sequences in (batch.sequences, batch.mismatched):
             for sequence, logps in zip(sequences, completion_values(model, sequences, config, values)):
-                sequence.ref_logps = logps.clone()
+                setattr(sequence, name, logps.clone())
 
 # ---------- Log-probs and microbatches --------------------------------------------------------------------------------
 
@@ -1741,7 +1855,7 @@ def pack(widths: list[int], tokens: float, heights: list[int] | None = None) -> 
         height += rows
     return packed
 
-def log_probs(model: Module, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+def log_probs(model: Module, sequences: list[Sequence], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """log π(y_t | x, y_<t) of every completion token: (N, T) log-probs, 0 elsewhere, and the (N, T) mask.
 
     Sequences are padded on the right, so that no completion token can attend to padding and no mask is needed. Where
@@ -1773,7 +1887,7 @@ def log_probs(model: Module, sequences: list[Sequence]) -> tuple[Tensor, Tensor]
         layout = dict(position_ids=on_device(padded(positions, 0)), attention_mask=attends.tril()[:, None])
     # The labels stay on the CPU, so that picking their positions keeps no GPU waiting.
     compute = getattr(model, "completion_logps", functools.partial(completion_logps, model))
-    logps = compute(padded(ids, 0).to(model.device), labels, **layout)
+    logps = compute(padded(ids, 0).to(model.device), labels, temperature, **layout)
     if shared:  # from rows of several completions to a row for each
         values = logps.flatten().index_select(0, on_device(mask.flatten().nonzero()[:, 0]))
         mask = padded([[0] * (len(s.prompt) - 1) + [1] * len(s.completion) for s in sequences], 0).bool()
@@ -1781,14 +1895,15 @@ def log_probs(model: Module, sequences: list[Sequence]) -> tuple[Tensor, Tensor]
         logps = logps.new_zeros(mask.shape).index_put(places, values)
     return logps, on_device(mask)
 
-def completion_logps(model: Module, ids: Tensor, labels: Tensor, **layout: Tensor) -> Tensor:
+def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: float = 1.0, **layout: Tensor) -> Tensor:
     """Log-probs of `labels` (N, T) from token ids (N, T), by the model's trunk and its output head: (N, T).
 
     layout: position_ids (N, T) and attention_mask (N, 1, T, T), where rows hold more than one sequence.
     """
     hidden = model.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
     head, text = model.get_output_embeddings(), model.config.get_text_config()
-    return token_logps(hidden, head.weight, labels, head.bias, getattr(text, "final_logit_softcapping", None))
+    softcap = getattr(text, "final_logit_softcapping", None)
+    return token_logps(hidden, head.weight, labels, head.bias, softcap, temperature=temperature)
 
 def completion_parts(values: Tensor, sequences: list[Sequence]) -> list[Tensor]:
     """The completion tokens of each row of an (N, T) tensor, as `log_probs` lays them out."""
@@ -1807,7 +1922,7 @@ def padded(rows: list[list[int]], value: int, side: str = "right") -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 
 def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, bias: Tensor | None = None,
-                softcap: float | None = None, chunk_size: int = 512) -> Tensor:
+                softcap: float | None = None, chunk_size: int = 512, temperature: float = 1.0) -> Tensor:
     """Log-probabilities of `labels`, from the hidden states that predict them.
 
     Only positions with a label meet the output head, `chunk_size` of them at a time, so that memory grows with
@@ -1821,6 +1936,7 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, bias: Te
         labels: (N, T) token ids; -100 is ignored.
         bias: (V,) bias of the output head.
         softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2.
+        temperature: then they are divided by this, as they were for sampling.
     Returns:
         (N, T) log-probabilities in nats, exactly 0 where the label is -100.
     """
@@ -1833,25 +1949,25 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, bias: Te
     picked = hidden.flatten(0, 1).index_select(0, n * hidden.shape[1] + t)
     with torch.autocast(hidden.device.type, enabled=False):
         keep = 2 if torch.is_grad_enabled() else 1
-        logps = TokenLogps.apply(picked, lm_head_weight, bias, labels, softcap, chunk_size, keep)
+        logps = TokenLogps.apply(picked, lm_head_weight, bias, labels, softcap, temperature, chunk_size, keep)
     return logps.new_zeros(hidden.shape[:2]).index_put((n, t), logps)
 
 class TokenLogps(torch.autograd.Function):
-    """log softmax(softcap(h Wᵀ + b))[label] for M tokens, `chunk` rows of logits at a time, in memory used again.
+    """log softmax(softcap(h Wᵀ + b) / T)[label] of M tokens, `chunk` rows of logits at a time, in memory used again.
 
     The last `keep` chunks wait for the backward pass, which computes the others anew: half the time of checkpointing.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, softcap, chunk, keep):
+    def forward(ctx, hidden, weight, bias, labels, softcap, temperature, chunk, keep):
         logps, ctx.kept = [], []
         for rows, label in zip(hidden.split(chunk), labels[:, None].split(chunk)):
             out = ctx.kept.pop(0)[0] if len(ctx.kept) == keep else None
-            out, scale, chunk_logps = TokenLogps.of_chunk(out, rows, weight, bias, label, softcap)
+            out, scale, chunk_logps = TokenLogps.of_chunk(out, rows, weight, bias, label, softcap, temperature)
             logps.append(chunk_logps[:, 0])
             ctx.kept.append((out, scale))
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.softcap, ctx.chunk = softcap, chunk
+        ctx.softcap, ctx.temperature, ctx.chunk = softcap, temperature, chunk
         return torch.cat(logps)
 
     @staticmethod
@@ -1866,17 +1982,18 @@ class TokenLogps(torch.autograd.Function):
             if kept:
                 out, scale = kept.pop()
             else:
-                out, scale, _ = TokenLogps.of_chunk(out, hidden[here], weight, bias, labels[here, None], ctx.softcap)
+                out, scale, _ = TokenLogps.of_chunk(
+                    out, hidden[here], weight, bias, labels[here, None], ctx.softcap, ctx.temperature)
             d_logits, factor = out.to(weight.dtype), -grad[here, None] / scale  # on the short side of each product
             d_hidden[here] = (d_logits @ weight) * factor
             if d_weight is not None:
                 d_weight.addmm_(d_logits.T, (hidden[here] * factor).to(weight.dtype))
             if d_bias is not None:
                 d_bias += (factor.T @ out)[0]
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
 
     @staticmethod
-    def of_chunk(out, hidden, weight, bias, labels, softcap):
+    def of_chunk(out, hidden, weight, bias, labels, softcap, temperature):
         """For n tokens: -d log-prob / d logits times a scale (n, V), that scale (n, 1), and the log-probs (n, 1)."""
         if out is None or len(out) < len(hidden):
             dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -1889,10 +2006,13 @@ class TokenLogps(torch.autograd.Function):
         if softcap is not None:
             slope = 1 - out.div_(softcap).tanh_() ** 2
             out *= softcap
+        if temperature != 1:
+            out /= temperature
         label_logits, largest = out.gather(1, labels), out.amax(1, keepdim=True)
         scale = out.sub_(largest).exp_().sum(1, keepdim=True)
         out.scatter_add_(1, labels, -scale)  # softmax - onehot(label), times the scale
-        return out if softcap is None else out.mul_(slope), scale, label_logits - largest - scale.log()
+        logps = label_logits - largest - scale.log()
+        return out if softcap is None else out.mul_(slope), scale * temperature, logps
 
 # ---------- Ranks -----------------------------------------------------------------------------------------------------
 # One process per GPU, started by torchrun; without it, one process. Every rank knows every batch whole (token ids
@@ -2127,7 +2247,9 @@ def restore_batch(saved: dict) -> Batch:
     for kind in ("sequences", "mismatched"):
         saved[kind] = [Sequence(**fields) for fields in saved[kind]]
         for sequence in saved[kind]:
-            sequence.ref_logps = None if sequence.ref_logps is None else torch.tensor(sequence.ref_logps)
+            for name in ("ref_logps", "old_logps"):
+                logps = getattr(sequence, name)
+                setattr(sequence, name, None if logps is None else torch.tensor(logps))
     return Batch(**saved)
 
 MODEL_CARD = """\
@@ -2267,7 +2389,7 @@ def read_config(path: str) -> Config:
         require(name in names, f"{path}: unknown key '{key}'; {suggest(name, names)}")
         if isinstance(value, bool):
             args.append(flag_of(name if value else f"no_{name}"))
-        elif isinstance(value, list) and name == "data":
+        elif isinstance(value, list) and name in ("data", "reward"):
             args += [flag_of(name), *map(str, value)]
         else:
             require(isinstance(value, (int, float, str)), f"{path}: {key} = {value!r} must be a single value")
@@ -2286,16 +2408,16 @@ def check_config(config: Config) -> None:
     """Raises UserError for a value that makes no sense, naming the flag and what to type instead."""
     limits = (  # what a value must do, whether it does, and of which fields
         ("be 0 or more", lambda value: 0 <= value < math.inf,
-         "sync_k sample_every save_every eval_every seed kl_beta weight_decay"),
+         "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high"),
         ("be 1 or more", lambda value: value >= 1, "max_new_tokens sample_tokens steps max_prompt_length "
          "microbatch_tokens keep eval_prompts eval_samples limit"),
         ("lie from 1 to 1,000,000", lambda value: 1 <= value <= 10**6, "batch_size group_size"),
         ("be 2 or more", lambda value: value >= 2, "max_length"),
         ("be above 0", lambda value: 0 < value < math.inf, "sync_drift gamma_p gamma_r beta_p beta_r beta "
          "desirable_weight undesirable_weight epsilon lr adam_eps max_grad_norm reward_seconds"),
-        ("lie from 0.001 to 1000", lambda value: 0.001 <= value <= 1000, "temperature"),
+        ("lie from 0.001 to 1000", lambda value: 0.001 <= value <= 1000, "temperature eval_temperature"),
         ("lie from 0 to 1", lambda value: 0 <= value <= 1, "warmup"),
-        ("lie from 1e-09 to 1", lambda value: 1e-9 <= value <= 1, "top_p sync_alpha"),
+        ("lie from 1e-09 to 1", lambda value: 1e-9 <= value <= 1, "top_p eval_top_p sync_alpha"),
         ("lie from -1e+300 to 1e+300", lambda value: abs(value) <= 1e300, "reward_failed"))
     for must, fits, names in limits:
         for name in names.split():
@@ -2304,16 +2426,15 @@ def check_config(config: Config) -> None:
     require(config.log_eps_p < config.log_eps_r, f"--log-eps-p {config.log_eps_p} is not below --log-eps-r "
             f"{config.log_eps_r}; the clip's lower end comes first")
     require(config.data, "--data names nothing; give it a file or a hub name")
-    require(re.fullmatch(r"exact|math|model:.+|.+\.py:\w+", config.reward),
-            f"--reward {config.reward}: write exact, math, model:NAME or FILE.py:function")
+    require(config.reward, "--reward names nothing; write exact, math, model:NAME or FILE.py:function")
+    for spec in config.reward:
+        split_reward(spec)
     require(config.prompt_template is None or "{prompt}" in config.prompt_template,
             "--prompt-template has no {prompt}, the place where the row's prompt goes")
     require(not config.sample_every or config.group_size > 1,
             "--group-size 1 leaves nothing to compare a completion with; use 2 or more")
-    kl, moves = f"--kl-beta {config.kl_beta}", config.sync_k or config.sync_drift or config.sample_every != 1
-    require(not config.kl_beta or config.loss not in ("dpo", "kto"), f"{kl}: only GRPO has a KL term; leave it out")
-    require(not config.kl_beta or moves, f"{kl} has no effect: without syncs and with rollouts at every step the "
-            "reference is the policy itself; leave it out, or raise --sample-every")
+    require(not config.kl_beta or config.loss not in ("dpo", "kto"),
+            f"--kl-beta {config.kl_beta}: only GRPO has a KL term; leave it out")
     require(not config.track or importlib.util.find_spec(config.track),
             f"--track {config.track}: that package is not installed; pip install {config.track}")
     require(config.resume != "latest" or config.out, "--resume latest looks in the run's folder; name it with --out")
@@ -2330,13 +2451,16 @@ def to_toml(config: Config) -> str:
 def in_words(config: Config) -> dict[str, str]:
     """What the run is, for people."""
     anchor = "the reference is the initial policy"
-    if config.sync_k or config.sync_drift:
+    if is_synced(config):
         when = f"every {config.sync_k} steps" if config.sync_k else f"when the drift passes {config.sync_drift}"
         anchor = f"the reference is synced {when}"
+    elif takes_old_policy(config):
+        anchor = "the ratio is to the old policy, which drew the rollouts"
+        anchor += ", the KL to the initial policy" if config.kl_beta else ""
     elif config.sample_every:
         anchor = "the reference is the old policy, which drew the rollouts"
     perceptions = {"clip": f"a clip to [{config.log_eps_p}, {config.log_eps_r}]", "sample": "rejection sampling"}
-    name, syncs = config.loss.upper(), bool(config.sync_k or config.sync_drift)
+    name, syncs = config.loss.upper(), is_synced(config)
     objective = f"{name} with humanline" if syncs and config.perception != "none" else f"plain {name}"
     if syncs != (config.perception != "none"):
         objective = f"{name} with syncing only" if syncs else f"{name} with perception only"
@@ -2348,10 +2472,13 @@ def describe(config: Config, policy: Module, groups: list[Group], reference: Ref
     """Say what is about to be done."""
     words, size = in_words(config), sum(p.numel() for p in policy.parameters())
     source = f"drawn every {config.sample_every} steps" if config.sample_every else "the data's own (offline)"
-    by = "lookahead" if reference.model is None else "copy"
+    by = f" (by {'lookahead' if reference.model is None else 'copy'})" if config.kl_beta or not reference.apart else ""
+    if config.top_p < 1 and config.sample_every:
+        warn(f"--top-p {config.top_p}: completions are drawn from a cut distribution, and the log-probs that train on "
+             "them are of the whole one, so the ratio is not quite the sampler's")
     print(f"model       {config.model}, {size / 1e6:.2f} M parameters on {policy.device}\n"
           f"data        {words['sources']}, {len(groups):,} prompts; completions {source}\n"
-          f"objective   {config.loss}; {words['anchor']} (by {by}); perception: {words['perceived']}\n"
+          f"objective   {config.loss}; {words['anchor']}{by}; perception: {words['perceived']}\n"
           f"steps       {first} to {config.steps}, batches of {config.batch_size}, lr {config.lr:g}", flush=True)
 
 def last_line(run: Run) -> str:

@@ -86,7 +86,7 @@ def test_a_config_builds_its_run_on_small_stand_ins(file, stand_in, rows, tmp_pa
     config = humanline.parse_config(["--config", str(file)])
     length = "def length(prompts, completions, rows):\n    return [len(text) for text in completions]\n"
     (tmp_path / "judge.py").write_text(length)
-    reward = f"{tmp_path}/judge.py:length" if config.reward.startswith("model:") else config.reward
+    reward = f"{tmp_path}/judge.py:length" if config.reward[0].startswith("model:") else config.reward[0]
     data = [rows[humanline.source_name(name)] for name in config.data]
     flags = ["--model", stand_in, "--data", *data, "--reward", reward, "--out", str(tmp_path / "out"),
              *("--dtype float32 --steps 2 --batch-size 2 --group-size 2 --max-new-tokens 4 --max-length 200 "

@@ -25,7 +25,7 @@ def sampler_of(tiny, **settings):
 
 
 def units(loss, *groups):
-    return [unit for group in groups for unit in LOSSES[loss].make_units(group)]
+    return [unit for group in groups for unit in LOSSES[loss].make_units(group, Config())]
 
 
 def chosen(loss, group):

@@ -428,6 +428,7 @@ PASTED = {
     "group_advantages": lambda: [(normal(0, 8), torch.tensor([3, 1, 3, 3, 1, 5, 1, 3]))],
     "grpo_loss": lambda: [(normal(0, 4, 9), normal(1, 4, 9), normal(2, 4)),
                           (normal(0, 4, 9), normal(1, 4, 9), normal(2, 4), 0.3, 0.1)],
+    "sequence_log_ratio": lambda: [(normal(0, 4, 9), normal(1, 4, 9) > 0)],
     "token_kl": lambda: [(normal(0, 4, 9),)],
     "token_logps": lambda: [(*parameters()[:2], LABELS), (*parameters()[:2], LABELS, parameters()[2], 2.0, 5)],
 }
@@ -468,10 +469,11 @@ LABELS = torch.randint(V, (N, T), generator=seeded(1)).masked_fill(~KEPT, -100)
 UPSTREAM = torch.rand(N, T, generator=seeded(2), dtype=torch.float64) + 0.5
 
 
-def full_logps(hidden, weight, labels, bias=None, softcap=None):
+def full_logps(hidden, weight, labels, bias=None, softcap=None, temperature=1.0):
     """The plain formula, with all logits at once."""
     logits = hidden @ weight.T + (0 if bias is None else bias)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature
     of_labels = (logits * torch.nn.functional.one_hot(labels.clamp(min=0), weight.shape[0])).sum(-1)
     return torch.where(labels == -100, 0.0, of_labels - logits.exp().sum(-1).log())
 
@@ -485,13 +487,15 @@ def parameters(dtype=torch.float64):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("chunk_size", [1, COUNT // 2, COUNT - 1, COUNT, 1024])
 @pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_token_logps_and_their_gradients_equal_those_of_full_logits(with_bias, softcap, chunk_size, dtype):
+def test_token_logps_and_their_gradients_equal_those_of_full_logits(with_bias, temperature, softcap, chunk_size, dtype):
     inputs = parameters(dtype)[: 3 if with_bias else 2]
-    value = token_logps(*inputs[:2], LABELS, *inputs[2:], softcap=softcap, chunk_size=chunk_size)
+    more = dict(softcap=softcap, temperature=temperature)
+    value = token_logps(*inputs[:2], LABELS, *inputs[2:], chunk_size=chunk_size, **more)
     grads = torch.autograd.grad(value, inputs, UPSTREAM.to(dtype))
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = full_logps(*exact[:2], LABELS, *exact[2:], softcap=softcap)
+    expected = full_logps(*exact[:2], LABELS, *exact[2:], **more)
     expected_grads = torch.autograd.grad(expected, exact, UPSTREAM)
     assert value.dtype == dtype and (value[~KEPT] == 0).all() and (value[KEPT] < 0).all()
     for first, second in zip([value.detach(), *grads], [expected.detach(), *expected_grads]):

@@ -28,7 +28,7 @@ spec.loader.exec_module(math_reward)
 
 
 def load(reward: str, **settings) -> humanline.Reward:
-    return humanline.Reward(Config(reward=reward, **settings), torch.device("cpu"))
+    return humanline.Reward(reward, Config(**settings), torch.device("cpu"))
 
 
 @pytest.fixture
@@ -141,10 +141,10 @@ def test_hostile_answers_cost_themselves_and_nothing_else(math_score, tmp_path, 
     completions = hostile + ["\\boxed{16/2}"]
     scores = math_score([PROMPT] * len(completions), completions, [{"answer": "8"}] * len(completions))
     assert time.perf_counter() - started < 3.0 * len(hostile)
-    assert set(scores[:-1]) == {0.0, -7.0} and scores[-1] == 1.0
+    assert set(scores[:-1]) == {0.0, None} and scores[-1] == 1.0
     assert not (tmp_path / "hit").exists()
     [line] = warnings(capsys)
-    assert f"--reward math: {scores.count(-7.0)} of {len(scores)} samples failed and get -7" in line
+    assert f"--reward math: {scores.count(None)} of {len(scores)} samples failed and count as -7" in line
 
 
 def test_the_process_of_mathematics_runs_no_text_as_code_and_has_little_memory(tmp_path):
@@ -186,7 +186,7 @@ def test_the_process_of_mathematics_has_its_limits_again_after_it_was_killed():
     assert memory_limit() == 4 << 30
     os.kill(killed, signal.SIGKILL)
     sample = [PROMPT], [r"\boxed{\frac{2}{4}}"], [{"answer": r"\frac{1}{2}"}]
-    assert reward(*sample) == [0.0]  # the process is gone, which this sample pays for
+    assert reward(*sample) == [None]  # the process is gone, which this sample pays for
     assert reward(*sample) == [1.0] and process_number() != killed and memory_limit() == 4 << 30
 
 
@@ -194,7 +194,7 @@ def test_no_mathematics_is_done_in_the_process_of_the_trainer(math_score):
     assert math_score([PROMPT], [r"\boxed{\sqrt{4}}"], [{"answer": r"\frac{4}{2}"}]) == [1.0]
     source = r"""
 import sys, torch, humanline
-reward = humanline.Reward(humanline.Config(reward="math"), torch.device("cpu"))
+reward = humanline.Reward("math", humanline.Config(), torch.device("cpu"))
 print(reward([[]], [r"\boxed{\sqrt{4}}"], [{"answer": r"\frac{4}{2}"}]))
 print("math_verify" in sys.modules, "math_reward" in sys.modules)
 """
@@ -322,9 +322,9 @@ def test_a_function_may_return_an_array_or_numbers_of_any_kind(user_files):
 ])
 def test_a_bad_score_costs_its_sample_alone_and_one_warning(user_files, capsys, kind, reason):
     score = load(f"{user_files}/light-weight.py:trouble", reward_seconds=0.5, reward_failed=-3.0)
-    assert score([PROMPT] * 4, ["a", kind, "b", "c"], [{}] * 4) == [1.0, -3.0, 1.0, 1.0]
+    assert score([PROMPT] * 4, ["a", kind, "b", "c"], [{}] * 4) == [1.0, None, 1.0, 1.0]
     [line] = warnings(capsys)
-    assert "light-weight.py:trouble: 1 of 4 samples failed and get -3" in line and reason in line
+    assert "light-weight.py:trouble: 1 of 4 samples failed and count as -3" in line and reason in line
     assert score([PROMPT] * 2, ["a", "b"], [{}] * 2) == [1.0, 1.0] and not warnings(capsys)
 
 
@@ -402,8 +402,8 @@ def test_the_process_ends_with_a_trainer_that_is_killed_even_amid_a_call(user_fi
     (user_files / "pids").unlink(missing_ok=True)
     source = f"""
 import humanline, torch
-config = humanline.Config(reward="{user_files}/light-weight.py:trouble", reward_seconds=500.0)
-humanline.Reward(config, torch.device("cpu"))([[]], ["hang"], [{{}}])
+config = humanline.Config(reward_seconds=500.0)
+humanline.Reward("{user_files}/light-weight.py:trouble", config, torch.device("cpu"))([[]], ["hang"], [{{}}])
 """
     trainer = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT)
     while not (user_files / "pids").exists() or not (user_files / "pids").read_text():
@@ -493,7 +493,7 @@ def test_a_reward_models_own_score_goes_before_its_logits(reward_model, monkeypa
 
 def test_a_dialogue_beyond_the_reward_models_positions_fails_alone(reward_model, capsys):
     scores = load(f"model:{reward_model}", reward_failed=-9.0)([PROMPT] * 2, ["2", "x" * 100], [{}] * 2)
-    assert scores == [pytest.approx(by_hand(reward_model)[0], abs=1e-5), -9.0]
+    assert scores == [pytest.approx(by_hand(reward_model)[0], abs=1e-5), None]
     assert "1 of 2 samples failed" in warnings(capsys)[0]
 
 
@@ -522,7 +522,7 @@ def test_a_reward_that_fails_after_the_first_rollouts_does_not_stop_a_run(run, t
                                      "    return [len(text) / 9 for text in completions]\n")
     lines = metrics(run(f"--sample-every 1 --steps 3 --reward {tmp_path}/bad.py:bad --reward-failed -0.5"))
     assert [line["reward"] for line in lines[1:]] == [-0.5] * 2 and lines[0]["reward"] > -0.5
-    failed = "16 of 16 samples failed and get -0.5"
+    failed = "16 of 16 samples failed and count as -0.5"
     assert sum(failed in line and "works no more" in line for line in warnings(capsys)) == 2
 
 

@@ -210,16 +210,17 @@ def spy(monkeypatch):
     """Record the policy that each step and each reference pass saw, by a number that identifies the weights."""
     seen = {"policy": [], "reference": {}, "order": []}
     mark = lambda model: float(sum(p.detach().double().abs().sum() for p in model.parameters()))
-    forward, attach, clip = humanline.forward_backward, humanline.attach_ref_logps, torch.nn.utils.clip_grad_norm_
+    forward, attach, clip = humanline.forward_backward, humanline.attach_logps, torch.nn.utils.clip_grad_norm_
 
     def spied_forward(policy, batch, config):
         seen["policy"].append(mark(policy))
         seen["order"].append("backward")
         return forward(policy, batch, config)
 
-    def spied_attach(model, batch, config):
-        seen["reference"][batch.step] = mark(model)
-        return attach(model, batch, config)
+    def spied_attach(name, model, batch, config):
+        if name == "ref_logps":
+            seen["reference"][batch.step] = mark(model)
+        return attach(name, model, batch, config)
 
     def spied_clip(*args, **kwargs):
         seen["order"].append("clip")
@@ -227,7 +228,7 @@ def spy(monkeypatch):
 
     sync = humanline.Reference.sync
     monkeypatch.setattr(humanline, "forward_backward", spied_forward)
-    monkeypatch.setattr(humanline, "attach_ref_logps", spied_attach)
+    monkeypatch.setattr(humanline, "attach_logps", spied_attach)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spied_clip)
     spied_sync = lambda self, step: (seen["order"].append("sync"), sync(self, step))[1]
     monkeypatch.setattr(humanline.Reference, "sync", spied_sync)
@@ -265,7 +266,7 @@ def test_without_humanline_the_reference_is_fixed_offline_and_the_drawing_policy
     run("--no-humanline")
     assert {seen["reference"][step] for step in range(1, 7)} == {seen["policy"][0]}
     seen = spy(monkeypatch)
-    run(f"--no-humanline {SPARSE}")
+    run(f"--loss dpo --no-humanline {SPARSE}")  # for GRPO see test_grpo.py
     assert [seen["reference"][step] for step in range(1, 7)] == [seen["policy"][0]] * 4 + [seen["policy"][4]] * 2
 
 
@@ -299,8 +300,8 @@ def test_a_reference_that_is_the_policy_itself_is_not_computed(run, monkeypatch,
     flags = f"--loss {loss} --no-humanline {ONLINE} --batch-size 8"
     without = run(flags)
     assert not passes
-    second_model = run(f"{flags} --ref copy")  # computes them
-    assert len(passes) == (18 if loss == "kto" else 12) and same_weights(without, second_model)
+    second_model = run(f"{flags} --ref copy")  # computes them, but for GRPO, which asks no reference without a KL
+    assert len(passes) == dict(kto=18, dpo=12, grpo=0)[loss] and same_weights(without, second_model)
     assert [line["loss"] for line in metrics(without)] == [line["loss"] for line in metrics(second_model)]
     assert all(line["drift"] == 0 for line in metrics(without))
 
