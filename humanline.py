@@ -2008,15 +2008,12 @@ class Saver:
 
     def write(self, path: Path, files: dict[str, dict[str, Tensor]], state: dict) -> None:
         from safetensors.torch import save_file
-
-        def fill(folder: Path) -> None:
+        if path.exists():  # a damaged one, which was not resumed from
+            shutil.rmtree(path)
+        with new_folder(path) as folder:
             for kind, tensors in files.items():
                 save_file(tensors, folder / f"{kind}.safetensors")
             (folder / "state.json").write_text(json.dumps(state, default=Tensor.tolist))
-
-        if path.exists():  # a damaged one, which was not resumed from
-            shutil.rmtree(path)
-        write_folder(path, fill)
         self.newest = path
         older = sorted(old for old in path.parent.glob("step-*") if old <= path)  # later ones are damaged
         for old in older[: -self.config.keep]:
@@ -2028,22 +2025,18 @@ class Saver:
             warn(f"could not write a checkpoint to {self.folder}: {error}; the newest is {self.newest}")
         self.writing = None
 
-def write_folder(path: Path, fill: Callable[[Path], None], hashed: bool = True) -> None:
-    """Make `path` by `fill(temporary folder)` and a rename, so that it is whole or not there."""
+@contextlib.contextmanager
+def new_folder(path: Path, hashed: bool = True) -> Iterator[Path]:
+    """A folder to fill, which then becomes `path` by a rename, so that `path` is whole or not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        fill(temporary)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        yield folder
         if hashed:
-            (temporary / "files.json").write_text(json.dumps(hashes(temporary)))
-        for file in (temporary, *temporary.iterdir()):
+            (folder / "files.json").write_text(json.dumps(hashes(folder)))
+        for file in (folder, *folder.iterdir()):
             file.chmod(0o755 if file.is_dir() else 0o644)
-        temporary.rename(path)
-    except OSError:
-        if not path.exists():
-            raise  # otherwise another process made the same folder first
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        folder.rename(path)
 
 def hashes(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file in a folder, but of the one that holds them."""
@@ -2156,15 +2149,13 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> No
     weights = {name: full(value.detach()).cpu() for name, value in policy.state_dict().items()
                if name in distinct or name not in every}  # a tied head, once
 
-    def fill(folder: Path) -> None:
-        policy.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-        card = MODEL_CARD.format(**vars(config) | in_words(config), settings=to_toml(config))
-        (folder / "README.md").write_text(card, encoding="utf-8")
-
     if rank() == 0:
         try:
-            write_folder(path, fill, hashed=False)
+            with new_folder(path, hashed=False) as folder:
+                policy.save_pretrained(folder, state_dict=weights)
+                tokenizer.save_pretrained(folder)
+                card = MODEL_CARD.format(**vars(config) | in_words(config), settings=to_toml(config))
+                (folder / "README.md").write_text(card, encoding="utf-8")
         except Exception as error:  # safetensors has an exception of its own for a full disk
             raise OSError(f"could not write {path}: {error}; with room made, go on with --resume latest") from error
 
@@ -2438,7 +2429,8 @@ def embedded(name: str, kind: Literal["model", "data"]) -> str:
             warn(f"{folder} is damaged; making it anew")
             shutil.rmtree(folder)
         if not folder.exists():
-            write_folder(folder, make)
+            with new_folder(folder) as unfinished:
+                make(unfinished)
     return str(folder if kind == "model" else folder / "rows.jsonl")
 
 def embedded_tokenizer() -> Any:
