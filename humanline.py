@@ -627,8 +627,8 @@ class Run:
         self.reference = Reference(self.policy, self.batches, config)
         first = 1
         if checkpoint:
-            first += load_checkpoint(*checkpoint, config, self.policy, self.optimizer, self.reference)
-        self.saver = Saver(self.out / "checkpoint", config, checkpoint[0] if checkpoint else None)
+            first += load_checkpoint(checkpoint, self.optimizer, self.reference)
+        self.saver = Saver(self.out / "checkpoint", config, checkpoint)
 
         earlier, self.collapse = [], Collapse()
         if rank() == 0:
@@ -1975,7 +1975,7 @@ class Saver:
     everything that the next step depends on; randomness needs none, as a function of the seed and the step. Rank 0
     writes, tensors whole, so that any number of ranks can read."""
 
-    def __init__(self, folder: Path, config: Config, newest: Path | None = None):
+    def __init__(self, folder: Path, config: Config, newest: Path | None):
         self.folder, self.config, self.newest = folder, config, newest
         self.writer, self.writing = ThreadPoolExecutor(1), None
         self.copies: dict[str, Tensor] = {}  # kept from save to save: fresh memory is slow to come by
@@ -2046,48 +2046,44 @@ def hashes(folder: Path) -> dict[str, str]:
 def find_damage(folder: Path) -> str:
     """What is wrong with a folder whose hashes were written, or ""."""
     try:
-        written, present = json.loads((folder / "files.json").read_text()), hashes(folder)
+        different = json.loads((folder / "files.json").read_text()).items() ^ hashes(folder).items()
     except (OSError, ValueError) as error:
         return f"not a whole checkpoint ({error})"
-    damaged = [name for name in sorted({*written, *present, "files.json"} if not written else {*written, *present})
-               if written.get(name) != present.get(name, "")]
+    damaged = sorted({name for name, _ in different})
     return f"damaged: {', '.join(damaged)}" if damaged else ""
 
-def read_checkpoint(path: Path) -> dict:
-    """A checkpoint's state.json, every file's hash verified; raises UserError if it is damaged."""
-    damage = find_damage(path)
-    require(not damage, f"{path}: {damage}")
-    return json.loads((path / "state.json").read_text())
-
-def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
-    """What --resume names: the newest whole checkpoint of --out, or the one at a path."""
-    if config.resume not in (None, "latest"):
-        return Path(config.resume), read_checkpoint(Path(config.resume))
-    for path in sorted(Path(config.out, "checkpoint").glob("step-*"), reverse=True) if config.resume else []:
-        try:
-            return path, read_checkpoint(path)
-        except UserError as error:
-            warn(f"{error}; trying the one before")
+def find_checkpoint(config: Config) -> Path | None:
+    """What --resume names: the newest whole checkpoint of --out, if there is one, or the one at a path."""
+    if config.resume is None:
+        return None
+    paths = [Path(config.resume)]
+    if config.resume == "latest":
+        paths = sorted(Path(config.out, "checkpoint").glob("step-*"), reverse=True)
+    for path in paths:
+        damage = find_damage(path)
+        if not damage:
+            return path
+        require(config.resume == "latest", f"{path}: {damage}")
+        warn(f"{path}: {damage}; trying the one before")
     return None
 
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
 FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
                   "microbatch_tokens share_prompts compile shard checkpoint_activations track").split()
 
-def load_checkpoint(path: Path, state: dict, config: Config, policy: Module, optimizer: torch.optim.Optimizer,
-                    reference: Reference) -> int:
+def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
     """Put everything back; returns the step that was the last. Raises UserError where the settings differ."""
     from safetensors.torch import load_file
-    settings, parameters, batches = state["settings"], dict(policy.named_parameters()), reference.batches
+    policy, batches, config = reference.policy, reference.batches, reference.config
+    state, parameters = json.loads((path / "state.json").read_text()), dict(policy.named_parameters())
+    settings = state["settings"]
     for name, value in json.loads(json.dumps(vars(config))).items():
         require(name in FREE_ON_RESUME or value == settings.get(name), f"--resume {path}: the run has {flag_of(name)} "
                 f"{settings.get(name)}, not {value}; resume it with its own config.toml")
     require(state.get("data") == batches.fingerprint, f"--resume {path}: the rows of --data have changed since then")
-    require(config.steps <= settings["steps"],
-            f"--resume {path}: the run was planned for {settings['steps']} steps, and its reference is known as far as "
-            f"that; --steps {config.steps} needs a run of its own, with --model {Path(config.out, 'final')}")
-
-    require(config.steps >= state["step"], f"--resume {path}: it has done more than --steps {config.steps} already")
+    require(state["step"] <= config.steps <= settings["steps"],
+            f"--resume {path}: it has done {state['step']} of its planned {settings['steps']} steps, so --steps "
+            f"{config.steps} must lie between; for more, start a run with --model {Path(config.out, 'final')}")
 
     def put_back(kind: str, model: Module) -> None:
         saved = load_file(path / f"{kind}.safetensors")

@@ -246,7 +246,7 @@ def test_a_resume_to_fewer_steps_than_are_done_is_refused(run, tmp_path):
     out = tmp_path / "out"
     run("--steps 6 --save-every 4", out=str(out))
     humanline.shutil.rmtree(out / "final")
-    with pytest.raises(humanline.UserError, match="it has done more than --steps 3 already"):
+    with pytest.raises(humanline.UserError, match="it has done 4 of its planned 6 steps, so --steps 3 must lie between"):
         run("--steps 3 --save-every 4 --resume latest", out=str(out))
 
 
