@@ -597,7 +597,10 @@ class Run:
         import transformers
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        find_out_folder(config)
+        device = join_ranks()
+        require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start them with torchrun")
+        self.out, checkpoint = from_first_rank(lambda: (claim_out_folder(config, stack), find_checkpoint(config)))
+        self.config = config = dataclasses.replace(config, out=str(self.out))
         if on_hub(config.model):  # minutes may go into the embedded data before the model is loaded
             with explained_model(config):
                 transformers.AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
@@ -605,10 +608,6 @@ class Run:
         self.eval_rows = []
         if config.eval_data is not None:
             self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
-        device = join_ranks()
-        require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start them with torchrun")
-        self.out, checkpoint = from_first_rank(lambda: (claim_out_folder(config, stack), find_checkpoint(config)))
-        self.config = config = dataclasses.replace(config, out=str(self.out))
 
         self.policy, tokenizer = load_policy(config, device)
         self.sampler = Sampler(self.policy, tokenizer, config)
@@ -630,19 +629,19 @@ class Run:
             first += load_checkpoint(checkpoint, self.optimizer, self.reference)
         self.saver = Saver(self.out / "checkpoint", config, checkpoint)
 
-        earlier, self.collapse = [], Collapse()
         if rank() == 0:
             for unfinished in [*self.out.glob("checkpoint/.step-*"), *self.out.glob(".final-*")]:  # of a killed process
                 shutil.rmtree(unfinished)
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
             describe(config, self.policy, groups, self.reference, first)
-            earlier = resume_metrics(self.out / "metrics.jsonl", first)
             self.track = tracker(config, self.out, first)
+        earlier = from_first_rank(lambda: resume_metrics(self.out / "metrics.jsonl", first))
+        self.accuracy_before = earlier[0].get("accuracy_before") if earlier else None
+        measured = [line["accuracy"] for line in earlier if "accuracy" in line]
+        self.accuracy = measured[-1] if measured else self.accuracy_before
+        self.collapse = Collapse()
         for line in earlier:
             self.collapse(line.get("logp_wanted"))
-        self.accuracy_before = from_first_rank(lambda: earlier[0].get("accuracy_before") if earlier else None)
-        measured = from_first_rank(lambda: [line["accuracy"] for line in earlier if "accuracy" in line])
-        self.accuracy = measured[-1] if measured else self.accuracy_before
         self.progress = tqdm(range(first, config.steps + 1), desc=config.loss, initial=first - 1, total=config.steps,
                              unit="step", dynamic_ncols=True, **(dict(disable=True) if rank() else {}))
 
@@ -746,33 +745,24 @@ def tracker(config: Config, out: Path, first_step: int) -> Callable[[dict], None
         return log
     return lambda line: None
 
-def find_out_folder(config: Config) -> Path:
-    """The run's folder, which must not hold another run; raises UserError otherwise. Writes nothing."""
+def claim_out_folder(config: Config, stack: contextlib.ExitStack) -> Path:
+    """The run's folder, locked until `stack` closes; a new one goes again if nothing was written into it. Raises
+    UserError where it holds another run."""
+    out = Path(config.out or "")
     if config.out is None:
         source = f"every-{config.sample_every}" if config.sample_every else "offline"
         base = f"runs/{config.loss}-{'humanline' if config.humanline else 'baseline'}-{source}"
-        folders = (Path(base if number == 1 else f"{base}-{number}") for number in itertools.count(1))
-        return next(folder for folder in folders if not folder.exists())
-    out = Path(config.out)
+        names = (base + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
+        out = next(Path(name) for name in names if not Path(name).exists())
     try:
-        parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    except OSError as error:  # a name too long
-        raise UserError(f"--out {config.out:.60}: {error.strerror.lower()}; choose another folder") from None
-    require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
-    require(parent.is_dir(), f"--out {out}: {parent} is a file; choose a folder")
-    for name in ("config.toml", "metrics.jsonl", "checkpoint", "final"):  # ours is never a link, nor of another kind
-        mine, is_folder = out / name, name in ("checkpoint", "final")
-        require(not mine.is_symlink() and (not mine.exists() or mine.is_dir() == is_folder),
-                f"--out {out}: its {name} was not written by humanline.py; choose another folder")
-    require(config.resume is not None or not (out / "metrics.jsonl").exists(),
-            f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another folder")
-    require(os.access(parent, os.W_OK), f"--out {out}: {parent} is not writable; choose another folder")
-    return out
-
-def claim_out_folder(config: Config, stack: contextlib.ExitStack) -> Path:
-    """The run's folder, locked until `stack` closes; a new one goes again if nothing was written into it."""
-    out = find_out_folder(config)
-    new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
+        new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
+        stack.enter_context(locked(out, fcntl.LOCK_NB))
+    except BlockingIOError:
+        if config.out is None:  # another run took the name just now
+            return claim_out_folder(config, stack)
+        raise UserError(f"--out {out}: another process trains into it; choose another folder") from None
+    except OSError as error:  # a file is in the way, or the name is too long
+        raise UserError(f"--out {out!s:.60}: {error.strerror.lower()}; choose another folder") from None
 
     def remove_empty() -> None:
         for folder in new_folders:
@@ -780,13 +770,14 @@ def claim_out_folder(config: Config, stack: contextlib.ExitStack) -> Path:
                 folder.rmdir()
 
     stack.callback(remove_empty)
-    try:
-        stack.enter_context(locked(out, fcntl.LOCK_NB))
-    except BlockingIOError:
-        if config.out is None:  # another run took the name just now
-            return claim_out_folder(config, stack)
-        raise UserError(f"--out {out}: another process trains into it; choose another folder") from None
-    find_out_folder(dataclasses.replace(config, out=str(out)))  # the other run may have finished in between
+    require(os.access(out, os.W_OK), f"--out {out} is not writable; choose another folder")
+    require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
+    for name in ("config.toml", "metrics.jsonl", "checkpoint", "final"):  # ours is never a link, nor of another kind
+        file = out / name
+        require(not file.is_symlink() and (not file.exists() or file.is_dir() == (name == "checkpoint")),
+                f"--out {out}: its {name} was not written by humanline.py; choose another folder")
+    require(config.resume is not None or not (out / "metrics.jsonl").exists(),
+            f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another folder")
     return out
 
 @contextlib.contextmanager
@@ -1933,8 +1924,15 @@ def gather_from_ranks(value: Any) -> list:
     return values
 
 def from_first_rank(make: Callable[[], Any]) -> Any:
-    """make() of rank 0, on every rank."""
-    return gather_from_ranks(make() if rank() == 0 else None)[0]
+    """make() of rank 0, or the UserError that it raises, on every rank."""
+    try:
+        made = make() if rank() == 0 else None
+    except UserError as error:
+        made = error
+    made = gather_from_ranks(made)[0]
+    if isinstance(made, UserError):
+        raise made
+    return made
 
 @contextlib.contextmanager
 def ranks_in_turn() -> Iterator[None]:

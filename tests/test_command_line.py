@@ -1,5 +1,6 @@
 """What a user types: flags, config files, the run's folder, and one clear line for everything that is wrong."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -180,11 +181,12 @@ def test_a_run_leaves_config_metrics_and_a_hugging_face_folder(run, loss):
 
 def test_the_default_folder_is_a_new_one_each_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = humanline.find_out_folder(parse("--loss dpo"))
-    assert first == Path("runs/dpo-humanline-offline")
-    first.mkdir(parents=True)
-    assert humanline.find_out_folder(parse("--loss dpo")) == Path("runs/dpo-humanline-offline-2")
-    assert humanline.find_out_folder(parse("--no-humanline --sample-every 64")) == Path("runs/grpo-baseline-every-64")
+    with contextlib.ExitStack() as stack:
+        claim = lambda flags: str(humanline.claim_out_folder(parse(flags), stack))
+        assert claim("--loss dpo") == "runs/dpo-humanline-offline"
+        assert claim("--loss dpo") == "runs/dpo-humanline-offline-2"
+        assert claim("--no-humanline --sample-every 64") == "runs/grpo-baseline-every-64"
+    assert not list(tmp_path.iterdir())  # as nothing was written into them
 
 
 # Bad input: one line, exit status 2, before any training, and nothing written.
@@ -324,7 +326,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(run, tiny, data_files, tm
     shutil.rmtree(folder / "final")
     assert "did not finish; go on with --resume latest" in complaint(flags, tmp_path, capsys)
     (tmp_path / "file").write_text("")
-    assert "is a file" in complaint(flags[:-1] + [str(tmp_path / "file")], tmp_path, capsys)
+    assert "file exists; choose another folder" in complaint(flags[:-1] + [str(tmp_path / "file")], tmp_path, capsys)
 
 
 def test_the_error_reaches_the_shell_as_one_line_and_status_2(tmp_path):

@@ -65,7 +65,7 @@ def test_what_is_not_ours_in_the_folder_is_not_written_over(spoil, expected, tin
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("out, expected", [("file/inside", "is a file; choose a folder"), ("x" * 300, "file name too long")])
+@pytest.mark.parametrize("out, expected", [("file/inside", "not a directory; choose another folder"), ("x" * 300, "file name too long")])
 def test_an_impossible_folder_is_one_line(out, expected, tiny, data_files, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert humanline.main(short_run(tiny, data_files["groups"], tmp_path / out)) == 2
