@@ -604,14 +604,14 @@ class Run:
         if on_hub(config.model):  # minutes may go into the embedded data before the model is loaded
             with explained_model(config):
                 transformers.AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-        self.rows = read_sources(config.data, config)
+        self.rows = [row for source in config.data for row in read_rows(source, config, "--data")]
         self.eval_rows = []
         if config.eval_data is not None:
             self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
 
         self.policy, tokenizer = load_policy(config, device)
         self.sampler = Sampler(self.policy, tokenizer, config)
-        groups = encode_rows(self.rows, self.sampler)
+        groups = encode_rows(self.rows, self.sampler, online=bool(config.sample_every))
         largest = max(token for group in groups for ids in (group.prompt, *group.completions) for token in ids)
         require(largest < len(self.policy.get_input_embeddings().weight),
                 f"--model {config.model}: its tokenizer makes tokens that the model does not know; use the model's own")
@@ -966,36 +966,30 @@ def source_name(spec: str) -> str:
     """The NAME of NAME[:[CONFIG:]SPLIT][=PASSES]."""
     return spec.split("=")[0].split(":")[0]
 
-def read_sources(specs: Iterable[str], config: Config) -> list[Row]:
-    """The rows of all sources."""
-    rows = []
-    for spec in specs:
-        name, _, passes = spec.partition("=")
-        require(re.fullmatch(r"\d*\.?\d+", passes or "1"),
-                f"--data {spec}: '{passes}' is no number of passes; for two passes over its rows write {name}=2")
-        rows += [dataclasses.replace(row, passes=float(passes or 1)) for row in read_rows(name, config, "--data")]
-    return rows
-
-def read_rows(name: str, config: Config, flag: str) -> list[Row]:
-    """Read NAME[:[CONFIG:]SPLIT] and check every row; raises UserError naming the first bad one."""
+def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
+    """Read NAME[:[CONFIG:]SPLIT][=PASSES] and check every row; raises UserError naming the first bad one."""
+    name, _, passes = spec.partition("=")
+    require(re.fullmatch(r"\d*\.?\d+", passes or "1"),
+            f"{flag} {spec}: '{passes}' is no number of passes; for two passes over its rows write {name}=2")
     source, rows, first_of_prompt, dropped = f"{flag} {name}", [], {}, 0
     for number, fields in enumerate(itertools.islice(read_table(name, source), config.limit), 1):
         row = read_row(fields, f"{source} row {number}", config)
         if row is None:
             dropped += 1
             continue
-        prompt_id, first = fields.get("prompt_id"), row
+        prompt_id = fields.get("prompt_id")
         if prompt_id is not None and len(row.rewards) == 1 and not row.labelled:  # HALOs: a group as several rows
-            first = first_of_prompt.setdefault(prompt_id, row)
-        if first is row:
-            rows.append(row)
-        else:
-            first.completions += row.completions
-            first.rewards += row.rewards
+            if prompt_id in first_of_prompt:
+                first_of_prompt[prompt_id].completions += row.completions
+                first_of_prompt[prompt_id].rewards += row.rewards
+                continue
+            first_of_prompt[prompt_id] = row
+        rows.append(row)
     if dropped:
         warn(f"{source}: dropped {dropped} rows whose dialogues differ before the last turn, or end without an answer")
     require(rows, f"{source}: no rows")
     for row in rows:
+        row.passes = float(passes or 1)
         comparable = len(row.rewards) != 1 or row.labelled
         require(comparable, f"{row.where}: a group of 1; a scored group needs two completions or more")
     return rows
@@ -1005,10 +999,8 @@ def read_table(name: str, source: str) -> Iterator[dict]:
     name = embedded(name, "data") if source_name(name) == "embedded" else name
     path, *rest = [name] if Path(name).exists() else name.split(":")
     kind, split = FILE_KINDS.get(Path(path).suffix.lower()), rest[-1] if rest else "train"
-    require(path, f"{source}: the name is empty; give it a file or a hub name")
     require(kind or not Path(path).is_file(), f"{source}: a file of no known kind; there are {', '.join(FILE_KINDS)}")
     require(not kind or Path(path).exists(), f"{source}: no such file")
-    require(not kind or Path(path).stat().st_size, f"{source}: no rows; the file is empty")
     if Path(path).suffix.lower() == ".jsonl":
         for number, line in enumerate(filter(bytes.strip, open(path, "rb")), 1):
             try:
@@ -1055,39 +1047,38 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         require(label in (0, 1), f"{where}: 'label' is {label!r}; with output_A and output_B it must be 1 (A) or 0 (B)")
         if not label:
             known |= dict(chosen=known["rejected"], rejected=known["chosen"])
-    if "prompt" not in known and "chosen" in known and "rejected" in known:
-        dialogues = split_dialogues(known, where)
-        if dialogues is None:
-            return None
-        known |= dialogues
 
     def need(key: str, kind: str) -> Any:
         require(key in known, f"{where}: no '{key}'; {kind} needs it")
         return known[key]
 
-    prompt = read_messages(need("prompt", "every row"), "prompt", where)
-    if any(isinstance(known.get(key), list) and len(known[key]) > 1 for key in ("chosen", "rejected")):
+    given, pair = known.get("prompt"), [known[key] for key in ("chosen", "rejected") if key in known]
+    has_dialogues = any(isinstance(answer, list) and len(answer) > 1 for answer in pair)
+    if len(pair) == 2 and (has_dialogues or given is None):
         dialogues = split_dialogues(known, where)
         if dialogues is None:
             return None
-        same = prompt[-1]["content"].strip() in [turn["content"].strip() for turn in dialogues["prompt"]]
-        require(same, f"{where}: 'prompt' is not among the turns before the answers in 'chosen'; remove one of the two")
-        prompt, known = dialogues["prompt"], known | dialogues
+        known |= dialogues
+    prompt = read_messages(need("prompt", "every row"), "prompt", where)
+    if given is not None:
+        last = read_messages(given, "prompt", where)[-1]["content"].strip()
+        require(last in [turn["content"].strip() for turn in prompt],
+                f"{where}: 'prompt' is not among the turns before the answers in 'chosen'; remove one of the two")
     if config.prompt_template is not None:
         prompt[-1]["content"] = config.prompt_template.replace("{prompt}", prompt[-1]["content"])
     if config.system is not None and prompt[0]["role"] != "system":
         prompt.insert(0, {"role": "system", "content": config.system})
 
-    texts, rewards, labelled = {}, [], False  # texts: lists under the names of their columns
+    answers, rewards, labelled = [], [], False  # answers: with the names of their columns
     if "completions" in known or "scores" in known:
-        texts["completions"], rewards = need("completions", "a scored group"), need("scores", "a scored group")
-        are_lists = isinstance(texts["completions"], list) and isinstance(rewards, list)
-        require(are_lists and 0 < len(texts["completions"]) == len(rewards),
+        texts, rewards = need("completions", "a scored group"), need("scores", "a scored group")
+        require(isinstance(texts, list) and isinstance(rewards, list) and 0 < len(texts) == len(rewards),
                 f"{where}: 'completions' and 'scores' must be lists of one length")
-    elif "chosen" in known or "rejected" in known:
-        texts, rewards = {key: [need(key, "a pair")] for key in ("chosen", "rejected")}, [1, 0]
+        answers = [("completions", text) for text in texts]
+    elif pair:
+        answers, rewards = [(key, need(key, "a pair")) for key in ("chosen", "rejected")], [1, 0]
     elif "completion" in known or "label" in known:
-        texts["completion"] = [need("completion", "a labelled completion")]
+        answers = [("completion", need("completion", "a labelled completion"))]
         labelled = "label" in known or "reward" not in known
         rewards = [need("label", "a labelled completion") if labelled else known["reward"]]
         require(not labelled or rewards[0] in (True, False),
@@ -1096,7 +1087,12 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         key = "scores" if "scores" in known else "reward"
         require(is_number, f"{where}: '{key}' holds {value!r}; it must be a finite number")
-    completions = [read_completion(text, key, where) for key in texts for text in texts[key]]
+    completions = []
+    for key, answer in answers:  # text, an assistant's message, or a dialogue that ends in one
+        last = read_messages(answer, key, where)[-1]
+        require(last["role"] == "assistant",
+                f"{where}: '{key}' ends in a message of the {last['role']}; it must end in the assistant's")
+        completions.append(last["content"])
     return Row(where, prompt, fields, completions, [float(value) for value in rewards], labelled)
 
 def split_dialogues(known: dict, where: str) -> dict | None:
@@ -1129,18 +1125,10 @@ def read_messages(value: Any, key: str, where: str) -> list[dict]:
     require(text.strip(), f"{where}: '{key}' is empty; fill it or remove the row")
     return messages
 
-def read_completion(value: Any, key: str, where: str) -> str:
-    """The text of a completion, given as text, as one assistant message, or as a dialogue that ends in one."""
-    message = read_messages(value, key, where)[-1]
-    role = message["role"]
-    require(role == "assistant", f"{where}: '{key}' ends in a message of the {role}; it must end in the assistant's")
-    return message["content"]
-
-def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", online: bool | None = None) -> list[Group]:
+def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", online: bool = False) -> list[Group]:
     """Rows -> groups of token ids, each as often as its row comes in one pass over the data. Over-long prompts and
-    completions are dropped. online: completions are to be drawn, by default as --sample-every says."""
+    completions are dropped. online: completions are to be drawn."""
     config, tokenizer, end, longest = sampler.config, sampler.tokenizer, sampler.stops[0], sampler.longest
-    online = bool(config.sample_every) if online is None else online
     with explained(f"{flag}: the model's chat template refuses a prompt", "change the prompts, or leave out --system"):
         prompts = encode_prompts(tokenizer, [row.prompt for row in rows])
     texts = [text for row in rows for text in row.completions]
@@ -1166,8 +1154,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
     if long_prompts or long_completions:
         dropped = f"{long_prompts} prompts and {long_completions} completions"
         warn(f"{flag}: dropped {dropped} as over-long; see --max-length")
-    require(groups or long_prompts or long_completions, f"{flag}: no row is left; give =PASSES above 0, or more rows")
-    require(groups, f"{flag}: every row is over-long; raise --max-length or --max-prompt-length")
+    require(groups, f"{flag}: no row is left; raise --max-length, --max-prompt-length or the rows' =PASSES")
     return groups
 
 def encode_prompts(tokenizer: Any, prompts: list[list[dict]], answered: bool = False) -> list[list[int]]:
@@ -2288,7 +2275,7 @@ def check_config(config: Config) -> None:
             require(value is None or fits(value), f"{flag_of(name)} is {value}; it must {must}")
     require(config.log_eps_p < config.log_eps_r, f"--log-eps-p {config.log_eps_p} is not below --log-eps-r "
             f"{config.log_eps_r}; the clip's lower end comes first")
-    require(config.data, "--data names nothing; give it a file or a hub name")
+    require(config.data and all(config.data), "--data names nothing; give it a file or a hub name")
     require(re.fullmatch(r"exact|math|model:.+|.+\.py:\w+", config.reward),
             f"--reward {config.reward}: write exact, math, model:NAME or FILE.py:function")
     require(config.prompt_template is None or "{prompt}" in config.prompt_template,

@@ -259,7 +259,7 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
     ("grpo", [dict(GROUP, prompt="p" * 100)], r"row 1: a prompt of 103 tokens .* exceed the model's 64 positions"),
     ("dpo", [dict(PAIR, prompt=[{"text": "a"}])],
      r"row 1: 'prompt' must be text or messages with a 'role' and a 'content'"),
-    ("dpo", [dict(PAIR, chosen="b" * 100, rejected="c" * 100)], r"every row is over-long"),
+    ("dpo", [dict(PAIR, chosen="b" * 100, rejected="c" * 100)], r"no row is left; raise --max-length"),
     ("dpo", [], r"no rows|cannot be read|is it really json"),
 ]
 

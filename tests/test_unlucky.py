@@ -140,7 +140,7 @@ def test_halos_labels_say_which_answer_is_better():
 
 
 @pytest.mark.parametrize("name, expected", [
-    ("rows.txt", "a file of no known kind; there are .jsonl"), ("", "the name is empty"), ("rows.jsonl=0", "no row is left")])
+    ("rows.txt", "a file of no known kind; there are .jsonl"), ("", "--data names nothing"), ("rows.jsonl=0", "no row is left")])
 def test_data_that_gives_no_rows_is_one_line(name, expected, tiny, tmp_path, capsys):
     (tmp_path / "rows.txt").write_text("x")
     write_jsonl(tmp_path / "rows.jsonl", rows_of("groups"))
