@@ -602,7 +602,7 @@ class Run:
         self.out, checkpoint = from_first_rank(lambda: (claim_out_folder(config, stack), find_checkpoint(config)))
         self.config = config = dataclasses.replace(config, out=str(self.out))
         if on_hub(config.model):  # minutes may go into the embedded data before the model is loaded
-            with explained_model(config):
+            with explained_model(config.model):
                 transformers.AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         self.rows = [row for source in config.data for row in read_rows(source, config, "--data")]
         self.eval_rows = []
@@ -684,24 +684,23 @@ class Run:
 class Collapse:
     """Whether a run is coming apart, told from the log-prob of the completions that the loss wants likelier.
 
-    While a run learns, their surprisal, the mean -log π_θ per token, falls. Once it has come, over `window` steps, to
-    `times` its least, and to `least` nats per token above that, the policy is losing what it was taught with what it is
-    taught against, and its rewards go next: `python eval.py reproduce --only syncing` counts how often that is right.
+    While a run learns, their surprisal, the mean -log π_θ per token, falls. Once it has come, over 16 steps, to 4 times
+    its least, and to 0.03 nats per token above that, the policy is losing what it was taught with what it is taught
+    against, and its rewards go next: `python eval.py reproduce --only syncing` counts how often that is right.
     """
 
-    def __init__(self, window: int = 16, times: float = 4.0, least: float = 0.03):
-        self.recent: deque[float] = deque(maxlen=window)
-        self.best, self.times, self.least, self.warned = -math.inf, times, least, False
+    def __init__(self):
+        self.recent, self.best, self.warned = deque(maxlen=16), -math.inf, False
 
     def __call__(self, logp_wanted: float | None) -> str:
         """The warning that this step gives reason for, once in a run, or "". logp_wanted: nats per token."""
         if logp_wanted is not None:
             self.recent.append(logp_wanted)
-        if self.warned or len(self.recent) < self.recent.maxlen:
+        if self.warned or len(self.recent) < 16:
             return ""
         now = mean(self.recent)
         self.best = max(self.best, now)
-        self.warned = now < min(self.times * self.best, self.best - self.least)
+        self.warned = now < min(4 * self.best, self.best - 0.03)
         if not self.warned:
             return ""
         return (f"the completions that the loss wants likelier fell from {self.best:.2f} to {now:.2f} nats per token: "
@@ -828,14 +827,10 @@ def explained(what: str, advice: str, **advice_by_word: str) -> Iterator[None]:
         advice = next((advice_by_word[word] for word in advice_by_word if word in str(error)), advice)
         raise UserError(f"{what}: {reason.rstrip(' .')}; {advice}") from error
 
-def download_advice(name: str, kind: str = "") -> str:
-    """How to get a folder of what is on the hub."""
-    how = f"; where the hub can be reached, `hf download {name}{kind} --local-dir FOLDER` makes one"
-    return how if on_hub(name) else ""
-
-def explained_model(config: Config) -> contextlib.AbstractContextManager:
-    advice = f"name a Hugging Face model, or a local folder that holds one{download_advice(config.model)}"
-    return explained(f"--model {config.model}", advice, trust_remote_code="to let it run, say --trust-remote-code",
+def explained_model(name: str) -> contextlib.AbstractContextManager:
+    """`explained` of loading a model."""
+    advice = "name a Hugging Face model or a folder; `hf download NAME --local-dir FOLDER` makes one where there is a hub"
+    return explained(f"--model {name}", advice, trust_remote_code="to let it run, say --trust-remote-code",
                      attn_implementation="choose another --attn")
 
 def on_hub(spec: str | None) -> bool:
@@ -845,7 +840,7 @@ def on_hub(spec: str | None) -> bool:
 
 def go_offline_without_hub(config: Config) -> None:
     """Where the hub does not answer, make do with its cache: its client would ask for half a minute, or for ever."""
-    reward_model = config.reward.removeprefix("model:") if config.reward.startswith("model:") else None
+    reward_model = config.reward.partition("model:")[2]
     if not any(map(on_hub, (config.model, *config.data, config.eval_data, reward_model))):
         return
     from huggingface_hub import constants, get_session
@@ -867,7 +862,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
     trust = dict(trust_remote_code=config.trust_remote_code)
     with ranks_in_turn() if config.shard else contextlib.nullcontext():
         name = embedded(config.model, "model") if source_name(config.model) == "embedded" else config.model
-        with explained_model(config):
+        with explained_model(config.model):
             tokenizer = AutoTokenizer.from_pretrained(name, **trust)
             dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
             policy, info = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=config.attn,
@@ -1003,16 +998,15 @@ def read_table(name: str, source: str) -> Iterator[dict]:
     require(not kind or Path(path).exists(), f"{source}: no such file")
     if Path(path).suffix.lower() == ".jsonl":
         for number, line in enumerate(filter(bytes.strip, open(path, "rb")), 1):
-            try:
+            with explained(f"{source} row {number}: not JSON", "mend the row or remove it"):
                 fields = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{source} row {number}: not JSON: {error}") from None
             require(isinstance(fields, dict), f"{source} row {number}: not a JSON object")
             yield fields
         return
     import datasets
     datasets.disable_progress_bars()
-    advice = f"name a file, a folder, or a data set of the hub{download_advice(path, ' --repo-type dataset')}"
+    advice = ("name a file, a data set of the hub or a folder; `hf download NAME --repo-type dataset --local-dir FOLDER` "
+              "makes one where there is a hub")
     with explained(source, f"is it really {kind}?" if kind else advice):
         if kind:
             table = datasets.load_dataset(kind, data_files={split: path}, split=split)
@@ -2115,13 +2109,11 @@ tags: [humanline, {loss}]
 # {base}, aligned by {objective}
 
 {steps} steps from `{model}` on `{sources}`, seed {seed}; {anchor}; the log-ratio was perceived through {perceived}.
-With these settings `humanline.py --config` repeats the run:
+See [Humanline: Online Alignment as Perceptual Loss](https://arxiv.org/abs/2509.24207). With these settings
+`humanline.py --config` repeats the run:
 
 ```toml
 {settings}```
-
-Sijia Liu, Niklas Muennighoff, Kawin Ethayarajh: [Humanline: Online Alignment as Perceptual
-Loss](https://arxiv.org/abs/2509.24207), ICLR 2026.
 """
 
 def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> None:
@@ -2211,12 +2203,12 @@ def parse_config(argv: list[str]) -> Config:
     check_config(config)
     return config
 
-def parse_flags(args: list[str], default: Config | None = None, source: str = "", kind: Any = Config) -> Any:
+def parse_flags(args: list[str], default: Any = tyro.MISSING_NONPROP, source: str = "", kind: Any = Config) -> Any:
     """tyro's parse of `args` as a `kind`, its complaints folded into one line."""
-    complaint, defaults = io.StringIO(), {} if default is None else {"default": default}
+    complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, args=args, **defaults)
+            return tyro.cli(kind, args=args, default=default)
     except SystemExit as stop:
         if stop.code == 0:  # --help
             raise
@@ -2227,12 +2219,8 @@ def parse_flags(args: list[str], default: Config | None = None, source: str = ""
 
 def read_config(path: str) -> Config:
     """The settings of a TOML file: its keys are the flags' names, checked as if they had been typed."""
-    try:
+    with explained(f"--config {path}", "name a file of settings that is valid TOML"):
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror.lower()}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: not valid TOML: {error}") from None
     names, args = {field.name for field in dataclasses.fields(Config)} - {"config"}, []
     for key, value in table.items():
         name = key.replace("-", "_")
@@ -2296,24 +2284,24 @@ def to_toml(config: Config) -> str:
     for name, value in vars(config).items():
         if value is not None and name not in ("out", "config", "resume"):
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-            lines.append(f"{name} = {repr(value) if isinstance(value, float) else text}\n")
+            lines.append(f"{name} = {text}\n")
     return "".join(lines)
 
 def in_words(config: Config) -> dict[str, str]:
     """What the run is, for people."""
-    anchor = "the reference is the initial policy"
-    if config.sync_k or config.sync_drift:
-        when = f"every {config.sync_k} steps" if config.sync_k else f"when the drift passes {config.sync_drift}"
-        anchor = f"the reference is synced {when}"
-    elif config.sample_every:
-        anchor = "the reference is the old policy, which drew the rollouts"
+    anchor = "the reference is the old policy, which drew the rollouts"
+    if config.sync_k:
+        anchor = f"the reference is synced every {config.sync_k} steps"
+    elif config.sync_drift:
+        anchor = f"the reference is synced when the drift passes {config.sync_drift}"
+    elif not config.sample_every:
+        anchor = "the reference is the initial policy"
     perceptions = {"clip": f"a clip to [{config.log_eps_p}, {config.log_eps_r}]", "sample": "rejection sampling"}
     name, syncs = config.loss.upper(), bool(config.sync_k or config.sync_drift)
-    objective = f"{name} with humanline" if syncs and config.perception != "none" else f"plain {name}"
-    if syncs != (config.perception != "none"):
-        objective = f"{name} with syncing only" if syncs else f"{name} with perception only"
+    objective = {(True, True): f"{name} with humanline", (True, False): f"{name} with syncing only",
+                 (False, True): f"{name} with perception only", (False, False): f"plain {name}"}
     base = config.model if on_hub(config.model) else re.sub(r"[^\w.-]+", "-", Path(config.model).name)  # no path
-    return dict(objective=objective, anchor=anchor, base=base,
+    return dict(objective=objective[syncs, config.perception != "none"], anchor=anchor, base=base,
                 sources=" ".join(config.data), perceived=perceptions.get(config.perception, "nothing"))
 
 def describe(config: Config, policy: Module, groups: list[Group], reference: Reference, first: int) -> None:
