@@ -589,7 +589,7 @@ class Run:
     """All that the loop works with: config, out, rows, policy, sampler, batches, reference, optimizer, saver."""
 
     def __init__(self, config: Config, stack: contextlib.ExitStack):
-        """Check, load, claim the run's folder until `stack` closes, and resume. What the user can have got wrong is
+        """Claim the run's folder until `stack` closes, check, load, and resume. What the user can have got wrong is
         found here, the cheapest first, before anything is written."""
         self.started, self.stopped_at, self.signal = time.perf_counter(), None, 0
         self.measured = "pass@1"
@@ -629,13 +629,17 @@ class Run:
             first += load_checkpoint(checkpoint, self.optimizer, self.reference)
         self.saver = Saver(self.out / "checkpoint", config, checkpoint)
 
+        metrics = self.out / "metrics.jsonl"
+        earlier = from_first_rank(lambda: [line for line in read_metrics(metrics) if line["step"] < first])
         if rank() == 0:
             for unfinished in [*self.out.glob("checkpoint/.step-*"), *self.out.glob(".final-*")]:  # of a killed process
                 shutil.rmtree(unfinished)
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            kept = metrics.with_suffix(".new")  # the steps after the checkpoint are done again
+            kept.write_text("".join(json.dumps(line) + "\n" for line in earlier), encoding="utf-8")
+            kept.replace(metrics)
             describe(config, self.policy, groups, self.reference, first)
             self.track = tracker(config, self.out, first)
-        earlier = from_first_rank(lambda: resume_metrics(self.out / "metrics.jsonl", first))
         self.accuracy_before = earlier[0].get("accuracy_before") if earlier else None
         measured = [line["accuracy"] for line in earlier if "accuracy" in line]
         self.accuracy = measured[-1] if measured else self.accuracy_before
@@ -660,10 +664,9 @@ class Run:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return
         self.saver.wait()
-        newest, what = self.saver.newest, f"step {batch.step}: loss {loss}, gradient norm {grad_norm}"
-        saved = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint (see --save-every)"
         where = ", ".join(self.rows[row].where for row in sorted({s.row for s in batch.sequences}))
-        raise FloatingPointError(f"{what}; {saved}; the batch was {where}")
+        raise FloatingPointError(f"step {batch.step}: loss {loss}, gradient norm {grad_norm}; last good checkpoint: "
+                                 f"{self.saver.newest or 'none (see --save-every)'}; the batch was {where}")
 
     def log(self, report: dict) -> None:
         """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of a collapse."""
@@ -712,19 +715,10 @@ def read_metrics(path: Path) -> list[dict]:
     for text in texts:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             line = json.loads(text)
-            line["step"] = int(line["step"])
-            lines.append(line)
+            lines.append(line | dict(step=int(line["step"])))
     if len(lines) < len(texts):
         warn(f"{path}: {len(texts) - len(lines)} damaged lines are left out")
     return lines
-
-def resume_metrics(path: Path, first_step: int) -> list[dict]:
-    """Cut metrics.jsonl where a resumed run goes on, as it repeats the steps after its checkpoint; the lines left."""
-    earlier = [line for line in read_metrics(path) if line["step"] < first_step]
-    fresh = path.with_suffix(".new")
-    fresh.write_text("".join(json.dumps(line) + "\n" for line in earlier), encoding="utf-8")
-    fresh.replace(path)
-    return earlier
 
 def tracker(config: Config, out: Path, first_step: int) -> Callable[[dict], None]:
     """What --track does with a line of metrics."""
@@ -829,7 +823,7 @@ def explained(what: str, advice: str, **advice_by_word: str) -> Iterator[None]:
 
 def explained_model(name: str) -> contextlib.AbstractContextManager:
     """`explained` of loading a model."""
-    advice = "name a Hugging Face model or a folder; `hf download NAME --local-dir FOLDER` makes one where there is a hub"
+    advice = "name a Hugging Face model or a folder; `hf download NAME --local-dir FOLDER` makes one, given a network"
     return explained(f"--model {name}", advice, trust_remote_code="to let it run, say --trust-remote-code",
                      attn_implementation="choose another --attn")
 
@@ -985,8 +979,7 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
     require(rows, f"{source}: no rows")
     for row in rows:
         row.passes = float(passes or 1)
-        comparable = len(row.rewards) != 1 or row.labelled
-        require(comparable, f"{row.where}: a group of 1; a scored group needs two completions or more")
+        require(row.labelled or len(row.rewards) != 1, f"{row.where}: a group of 1; a scored group needs two or more")
     return rows
 
 def read_table(name: str, source: str) -> Iterator[dict]:
@@ -1005,8 +998,8 @@ def read_table(name: str, source: str) -> Iterator[dict]:
         return
     import datasets
     datasets.disable_progress_bars()
-    advice = ("name a file, a data set of the hub or a folder; `hf download NAME --repo-type dataset --local-dir FOLDER` "
-              "makes one where there is a hub")
+    advice = ("name a file, a data set of the hub, or a folder; `hf download NAME --repo-type dataset --local-dir "
+              "FOLDER` makes one, given a network")
     with explained(source, f"is it really {kind}?" if kind else advice):
         if kind:
             table = datasets.load_dataset(kind, data_files={split: path}, split=split)
@@ -1918,14 +1911,12 @@ def from_first_rank(make: Callable[[], Any]) -> Any:
 @contextlib.contextmanager
 def ranks_in_turn() -> Iterator[None]:
     """A machine's ranks one after the other: what the first builds the next finds, and memory holds one copy."""
-    turn, turns = 0, 0
-    if dist.is_initialized():
-        turn, turns = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    for _ in range(turn):
-        dist.barrier()
-    yield
-    for _ in range(turns - turn):
-        dist.barrier()
+    my_turn = int(os.environ.get("LOCAL_RANK", 0))
+    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", my_turn + 1))):
+        if turn == my_turn:
+            yield
+        if dist.is_initialized():
+            dist.barrier()
 
 def seed_for(*parts: int | str) -> int:
     """A seed for what the parts name: all randomness is a function of --seed, of the step, and of what it is for."""
@@ -1962,9 +1953,8 @@ class Saver:
     def save(self, policy: Module, optimizer: torch.optim.Optimizer, reference: Reference, step: int) -> None:
         self.wait()
         parameters, batches = dict(policy.named_parameters()), reference.batches
-        files = dict(policy=self.copy("policy", parameters))
         moments = {f"{key}:{name}": v for name, p in parameters.items() for key, v in optimizer.state[p].items()}
-        files["optimizer"] = self.copy("optimizer", moments)
+        files = dict(policy=self.copy("policy", parameters), optimizer=self.copy("optimizer", moments))
         if reference.model is not None:
             files["reference"] = self.copy("reference", dict(reference.model.named_parameters()))
         elif reference.weights is not None:
@@ -2019,8 +2009,8 @@ def new_folder(path: Path, hashed: bool = True) -> Iterator[Path]:
 
 def hashes(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file in a folder, but of the one that holds them."""
-    files = sorted(path for path in folder.iterdir() if path.name != "files.json")
-    return {path.name: hashlib.file_digest(path.open("rb"), "sha256").hexdigest() for path in files}
+    return {path.name: hashlib.file_digest(path.open("rb"), "sha256").hexdigest()
+            for path in sorted(folder.iterdir()) if path.name != "files.json"}
 
 def find_damage(folder: Path) -> str:
     """What is wrong with a folder whose hashes were written, or ""."""
@@ -2268,8 +2258,7 @@ def check_config(config: Config) -> None:
             f"--reward {config.reward}: write exact, math, model:NAME or FILE.py:function")
     require(config.prompt_template is None or "{prompt}" in config.prompt_template,
             "--prompt-template has no {prompt}, the place where the row's prompt goes")
-    require(not config.sample_every or config.group_size > 1,
-            "--group-size 1 leaves nothing to compare a completion with; use 2 or more")
+    require(not config.sample_every or config.group_size > 1, "--group-size 1 leaves nothing to compare; use 2 or more")
     kl, moves = f"--kl-beta {config.kl_beta}", config.sync_k or config.sync_drift or config.sample_every != 1
     require(not config.kl_beta or config.loss not in ("dpo", "kto"), f"{kl}: only GRPO has a KL term; leave it out")
     require(not config.kl_beta or moves, f"{kl} has no effect: without syncs and with rollouts at every step the "

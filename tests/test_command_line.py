@@ -348,7 +348,7 @@ def test_a_nan_is_one_line_and_status_1(run, monkeypatch, capsys, tiny, data_fil
     monkeypatch.setattr(humanline, "forward_backward", lambda *_: dict(loss=float("nan"), tokens=1, drift=0.0))
     flags = f"--model {tiny} --data {data_files['groups']} --out {tmp_path / 'out'} --steps 2 --batch-size 1".split()
     assert humanline.main(flags) == 1
-    expected = r"humanline.py: stopped: step 1: loss nan.*there is no checkpoint.*groups.jsonl row \d+\n"
+    expected = r"humanline.py: stopped: step 1: loss nan.*last good checkpoint: none.*groups.jsonl row \d+\n"
     assert re.fullmatch(expected, capsys.readouterr().err)
 
 
