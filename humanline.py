@@ -615,18 +615,14 @@ class Run:
         largest = max(token for group in groups for ids in (group.prompt, *group.completions) for token in ids)
         require(largest < len(self.policy.get_input_embeddings().weight),
                 f"--model {config.model}: its tokenizer makes tokens that the model does not know; use the model's own")
-        if config.sample_every:
-            self.sampler.check_rows(self.rows)
         self.batches = Batches(config, groups, self.sampler.longest)
         config.steps = config.steps or self.batches.steps_per_epoch
         self.eval_groups = encode_rows(self.eval_rows, self.sampler, "--eval-data", True) if self.eval_rows else []
-        self.sampler.check_rows(self.eval_rows)
+        self.sampler.check_rows(self.eval_rows + (self.rows if config.sample_every else []))
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.lr, betas=(0.9, 0.999), fused=True,
                                            eps=config.adam_eps, weight_decay=config.weight_decay)
         self.reference = Reference(self.policy, self.batches, config)
-        first = 1
-        if checkpoint:
-            first += load_checkpoint(checkpoint, self.optimizer, self.reference)
+        first = 1 + (load_checkpoint(checkpoint, self.optimizer, self.reference) if checkpoint else 0)
         self.saver = Saver(self.out / "checkpoint", config, checkpoint)
 
         metrics = self.out / "metrics.jsonl"
