@@ -750,7 +750,7 @@ def data_quality(flags: DataQuality) -> None:
     config = settings_of(flags.model, flags)
     policy_config = settings_of(flags.policy, flags, "--policy") if flags.policy else None
     out = new_file(flags.out, (".png", ".svg"), "data.png")
-    read = {name: humanline.read_sources([name], config) for name in flags.data}
+    read = {name: humanline.read_rows(name, config, "--data") for name in flags.data}
     for name, rows in read.items():
         if not any(row.completions for row in rows):
             raise UserError(f"--data {name}: prompts without completions; there is nothing to judge")
@@ -830,7 +830,7 @@ def perception(flags: Perception) -> None:
     ref_name = flags.ref or humanline.read_config(str(run / "config.toml")).model
     ref_config = settings_of(ref_name, flags, "--ref")
     data, out = flags.data or config.data[0], new_file(flags.out, (".png", ".svg"), "perception.png")
-    rows = humanline.read_sources([data], config)
+    rows = humanline.read_rows(data, config, "--data")
     if not all(row.completions for row in rows):
         raise UserError(f"--data {data}: prompts without completions; there are no outcomes to look at")
     policy, ref = load(flags.model, config, scored=False), load(ref_name, ref_config, scored=False)

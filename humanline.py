@@ -647,7 +647,7 @@ class Run:
     """All that the loop works with: config, out, rows, policy, sampler, batches, reference, optimizer, saver."""
 
     def __init__(self, config: Config, stack: contextlib.ExitStack):
-        """Check, load, claim the run's folder until `stack` closes, and resume. What the user can have got wrong is
+        """Claim the run's folder until `stack` closes, check, load, and resume. What the user can have got wrong is
         found here, the cheapest first, before anything is written."""
         self.started, self.stopped_at, self.signal = time.perf_counter(), None, 0
         self.measured = "pass@1"
@@ -655,52 +655,51 @@ class Run:
         import transformers
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        find_out_folder(config)
-        if on_hub(config.model):  # minutes may go into the embedded data before the model is loaded
-            with explained_model(config):
-                transformers.AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-        self.rows = read_sources(config.data, config)
-        self.eval_rows = []
-        if config.eval_data is not None:
-            self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
         device = join_ranks()
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start them with torchrun")
         self.out, checkpoint = from_first_rank(lambda: (claim_out_folder(config, stack), find_checkpoint(config)))
         self.config = config = dataclasses.replace(config, out=str(self.out))
+        if on_hub(config.model):  # minutes may go into the embedded data before the model is loaded
+            with explained_model(config.model):
+                transformers.AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+        self.rows = [row for source in config.data for row in read_rows(source, config, "--data")]
+        self.eval_rows = []
+        if config.eval_data is not None:
+            self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
 
         self.policy, tokenizer = load_policy(config, device)
         self.sampler = Sampler(self.policy, tokenizer, config)
-        groups = encode_rows(self.rows, self.sampler)
+        groups = encode_rows(self.rows, self.sampler, online=bool(config.sample_every))
         largest = max(token for group in groups for ids in (group.prompt, *group.completions) for token in ids)
         require(largest < len(self.policy.get_input_embeddings().weight),
                 f"--model {config.model}: its tokenizer makes tokens that the model does not know; use the model's own")
-        if config.sample_every:
-            self.sampler.check_rows(self.rows)
         self.batches = Batches(config, groups, self.sampler.longest)
         config.steps = config.steps or self.batches.steps_per_epoch
         self.eval_groups = encode_rows(self.eval_rows, self.sampler, "--eval-data", True) if self.eval_rows else []
-        self.sampler.check_rows(self.eval_rows)
+        self.sampler.check_rows(self.eval_rows + (self.rows if config.sample_every else []))
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.lr, betas=(0.9, 0.999), fused=True,
                                            eps=config.adam_eps, weight_decay=config.weight_decay)
         self.reference = Reference(self.policy, self.batches, config)
-        first = 1
-        if checkpoint:
-            first += load_checkpoint(*checkpoint, config, self.policy, self.optimizer, self.reference)
-        self.saver = Saver(self.out / "checkpoint", config, checkpoint[0] if checkpoint else None)
+        first = 1 + (load_checkpoint(checkpoint, self.optimizer, self.reference) if checkpoint else 0)
+        self.saver = Saver(self.out / "checkpoint", config, checkpoint)
 
-        earlier, self.collapse = [], Collapse()
+        metrics = self.out / "metrics.jsonl"
+        earlier = from_first_rank(lambda: [line for line in read_metrics(metrics) if line["step"] < first])
         if rank() == 0:
             for unfinished in [*self.out.glob("checkpoint/.step-*"), *self.out.glob(".final-*")]:  # of a killed process
                 shutil.rmtree(unfinished)
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            kept = metrics.with_suffix(".new")  # the steps after the checkpoint are done again
+            kept.write_text("".join(json.dumps(line) + "\n" for line in earlier), encoding="utf-8")
+            kept.replace(metrics)
             describe(config, self.policy, groups, self.reference, first)
-            earlier = resume_metrics(self.out / "metrics.jsonl", first)
             self.track = tracker(config, self.out, first)
+        self.accuracy_before = earlier[0].get("accuracy_before") if earlier else None
+        measured = [line["accuracy"] for line in earlier if "accuracy" in line]
+        self.accuracy = measured[-1] if measured else self.accuracy_before
+        self.collapse = Collapse()
         for line in earlier:
             self.collapse(line.get("logp_wanted"))
-        self.accuracy_before = from_first_rank(lambda: earlier[0].get("accuracy_before") if earlier else None)
-        measured = from_first_rank(lambda: [line["accuracy"] for line in earlier if "accuracy" in line])
-        self.accuracy = measured[-1] if measured else self.accuracy_before
         self.progress = tqdm(range(first, config.steps + 1), desc=config.loss, initial=first - 1, total=config.steps,
                              unit="step", dynamic_ncols=True, **(dict(disable=True) if rank() else {}))
 
@@ -721,10 +720,9 @@ class Run:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return
         self.saver.wait()
-        newest, what = self.saver.newest, f"step {batch.step}: loss {loss}, gradient norm {grad_norm}"
-        saved = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint (see --save-every)"
         where = ", ".join(self.rows[row].where for row in sorted({s.row for s in batch.sequences}))
-        raise FloatingPointError(f"{what}; {saved}; the batch was {where}")
+        raise FloatingPointError(f"step {batch.step}: loss {loss}, gradient norm {grad_norm}; last good checkpoint: "
+                                 f"{self.saver.newest or 'none (see --save-every)'}; the batch was {where}")
 
     def log(self, report: dict) -> None:
         """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of a collapse."""
@@ -745,24 +743,23 @@ class Run:
 class Collapse:
     """Whether a run is coming apart, told from the log-prob of the completions that the loss wants likelier.
 
-    While a run learns, their surprisal, the mean -log π_θ per token, falls. Once it has come, over `window` steps, to
-    `times` its least, and to `least` nats per token above that, the policy is losing what it was taught with what it is
-    taught against, and its rewards go next: `python eval.py reproduce --only syncing` counts how often that is right.
+    While a run learns, their surprisal, the mean -log π_θ per token, falls. Once it has come, over 16 steps, to 4 times
+    its least, and to 0.03 nats per token above that, the policy is losing what it was taught with what it is taught
+    against, and its rewards go next: `python eval.py reproduce --only syncing` counts how often that is right.
     """
 
-    def __init__(self, window: int = 16, times: float = 4.0, least: float = 0.03):
-        self.recent: deque[float] = deque(maxlen=window)
-        self.best, self.times, self.least, self.warned = -math.inf, times, least, False
+    def __init__(self):
+        self.recent, self.best, self.warned = deque(maxlen=16), -math.inf, False
 
     def __call__(self, logp_wanted: float | None) -> str:
         """The warning that this step gives reason for, once in a run, or "". logp_wanted: nats per token."""
         if logp_wanted is not None:
             self.recent.append(logp_wanted)
-        if self.warned or len(self.recent) < self.recent.maxlen:
+        if self.warned or len(self.recent) < 16:
             return ""
         now = mean(self.recent)
         self.best = max(self.best, now)
-        self.warned = now < min(self.times * self.best, self.best - self.least)
+        self.warned = now < min(4 * self.best, self.best - 0.03)
         if not self.warned:
             return ""
         return (f"the completions that the loss wants likelier fell from {self.best:.2f} to {now:.2f} nats per token: "
@@ -774,19 +771,10 @@ def read_metrics(path: Path) -> list[dict]:
     for text in texts:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             line = json.loads(text)
-            line["step"] = int(line["step"])
-            lines.append(line)
+            lines.append(line | dict(step=int(line["step"])))
     if len(lines) < len(texts):
         warn(f"{path}: {len(texts) - len(lines)} damaged lines are left out")
     return lines
-
-def resume_metrics(path: Path, first_step: int) -> list[dict]:
-    """Cut metrics.jsonl where a resumed run goes on, as it repeats the steps after its checkpoint; the lines left."""
-    earlier = [line for line in read_metrics(path) if line["step"] < first_step]
-    fresh = path.with_suffix(".new")
-    fresh.write_text("".join(json.dumps(line) + "\n" for line in earlier), encoding="utf-8")
-    fresh.replace(path)
-    return earlier
 
 def tracker(config: Config, out: Path, first_step: int) -> Callable[[dict], None]:
     """What --track does with a line of metrics."""
@@ -806,33 +794,24 @@ def tracker(config: Config, out: Path, first_step: int) -> Callable[[dict], None
         return log
     return lambda line: None
 
-def find_out_folder(config: Config) -> Path:
-    """The run's folder, which must not hold another run; raises UserError otherwise. Writes nothing."""
+def claim_out_folder(config: Config, stack: contextlib.ExitStack) -> Path:
+    """The run's folder, locked until `stack` closes; a new one goes again if nothing was written into it. Raises
+    UserError where it holds another run."""
+    out = Path(config.out or "")
     if config.out is None:
         source = f"every-{config.sample_every}" if config.sample_every else "offline"
         base = f"runs/{config.loss}-{'humanline' if config.humanline else 'baseline'}-{source}"
-        folders = (Path(base if number == 1 else f"{base}-{number}") for number in itertools.count(1))
-        return next(folder for folder in folders if not folder.exists())
-    out = Path(config.out)
+        names = (base + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
+        out = next(Path(name) for name in names if not Path(name).exists())
     try:
-        parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    except OSError as error:  # a name too long
-        raise UserError(f"--out {config.out:.60}: {error.strerror.lower()}; choose another folder") from None
-    require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
-    require(parent.is_dir(), f"--out {out}: {parent} is a file; choose a folder")
-    for name in ("config.toml", "metrics.jsonl", "checkpoint", "final"):  # ours is never a link, nor of another kind
-        mine, is_folder = out / name, name in ("checkpoint", "final")
-        require(not mine.is_symlink() and (not mine.exists() or mine.is_dir() == is_folder),
-                f"--out {out}: its {name} was not written by humanline.py; choose another folder")
-    require(config.resume is not None or not (out / "metrics.jsonl").exists(),
-            f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another folder")
-    require(os.access(parent, os.W_OK), f"--out {out}: {parent} is not writable; choose another folder")
-    return out
-
-def claim_out_folder(config: Config, stack: contextlib.ExitStack) -> Path:
-    """The run's folder, locked until `stack` closes; a new one goes again if nothing was written into it."""
-    out = find_out_folder(config)
-    new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
+        new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
+        stack.enter_context(locked(out, fcntl.LOCK_NB))
+    except BlockingIOError:
+        if config.out is None:  # another run took the name just now
+            return claim_out_folder(config, stack)
+        raise UserError(f"--out {out}: another process trains into it; choose another folder") from None
+    except OSError as error:  # a file is in the way, or the name is too long
+        raise UserError(f"--out {out!s:.60}: {error.strerror.lower()}; choose another folder") from None
 
     def remove_empty() -> None:
         for folder in new_folders:
@@ -840,13 +819,14 @@ def claim_out_folder(config: Config, stack: contextlib.ExitStack) -> Path:
                 folder.rmdir()
 
     stack.callback(remove_empty)
-    try:
-        stack.enter_context(locked(out, fcntl.LOCK_NB))
-    except BlockingIOError:
-        if config.out is None:  # another run took the name just now
-            return claim_out_folder(config, stack)
-        raise UserError(f"--out {out}: another process trains into it; choose another folder") from None
-    find_out_folder(dataclasses.replace(config, out=str(out)))  # the other run may have finished in between
+    require(os.access(out, os.W_OK), f"--out {out} is not writable; choose another folder")
+    require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
+    for name in ("config.toml", "metrics.jsonl", "checkpoint", "final"):  # ours is never a link, nor of another kind
+        file = out / name
+        require(not file.is_symlink() and (not file.exists() or file.is_dir() == (name == "checkpoint")),
+                f"--out {out}: its {name} was not written by humanline.py; choose another folder")
+    require(config.resume is not None or not (out / "metrics.jsonl").exists(),
+            f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another folder")
     return out
 
 @contextlib.contextmanager
@@ -897,14 +877,10 @@ def explained(what: str, advice: str, **advice_by_word: str) -> Iterator[None]:
         advice = next((advice_by_word[word] for word in advice_by_word if word in str(error)), advice)
         raise UserError(f"{what}: {reason.rstrip(' .')}; {advice}") from error
 
-def download_advice(name: str, kind: str = "") -> str:
-    """How to get a folder of what is on the hub."""
-    how = f"; where the hub can be reached, `hf download {name}{kind} --local-dir FOLDER` makes one"
-    return how if on_hub(name) else ""
-
-def explained_model(config: Config) -> contextlib.AbstractContextManager:
-    advice = f"name a Hugging Face model, or a local folder that holds one{download_advice(config.model)}"
-    return explained(f"--model {config.model}", advice, trust_remote_code="to let it run, say --trust-remote-code",
+def explained_model(name: str) -> contextlib.AbstractContextManager:
+    """`explained` of loading a model."""
+    advice = "name a Hugging Face model or a folder; `hf download NAME --local-dir FOLDER` makes one, given a network"
+    return explained(f"--model {name}", advice, trust_remote_code="to let it run, say --trust-remote-code",
                      attn_implementation="choose another --attn")
 
 def on_hub(spec: str | None) -> bool:
@@ -914,7 +890,7 @@ def on_hub(spec: str | None) -> bool:
 
 def go_offline_without_hub(config: Config) -> None:
     """Where the hub does not answer, make do with its cache: its client would ask for half a minute, or for ever."""
-    rewards = [name.removeprefix("model:") for name, _ in map(split_reward, config.reward) if name.startswith("model:")]
+    rewards = [spec.split("=")[0].removeprefix("model:") for spec in config.reward if spec.startswith("model:")]
     if not any(map(on_hub, (config.model, *config.data, config.eval_data, *rewards))):
         return
     from huggingface_hub import constants, get_session
@@ -936,7 +912,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
     trust = dict(trust_remote_code=config.trust_remote_code)
     with ranks_in_turn() if config.shard else contextlib.nullcontext():
         name = embedded(config.model, "model") if source_name(config.model) == "embedded" else config.model
-        with explained_model(config):
+        with explained_model(config.model):
             tokenizer = AutoTokenizer.from_pretrained(name, **trust)
             dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
             policy, info = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=config.attn,
@@ -1035,38 +1011,31 @@ def source_name(spec: str) -> str:
     """The NAME of NAME[:[CONFIG:]SPLIT][=PASSES]."""
     return spec.split("=")[0].split(":")[0]
 
-def read_sources(specs: Iterable[str], config: Config) -> list[Row]:
-    """The rows of all sources."""
-    rows = []
-    for spec in specs:
-        name, _, passes = spec.partition("=")
-        require(re.fullmatch(r"\d*\.?\d+", passes or "1"),
-                f"--data {spec}: '{passes}' is no number of passes; for two passes over its rows write {name}=2")
-        rows += [dataclasses.replace(row, passes=float(passes or 1)) for row in read_rows(name, config, "--data")]
-    return rows
-
-def read_rows(name: str, config: Config, flag: str) -> list[Row]:
-    """Read NAME[:[CONFIG:]SPLIT] and check every row; raises UserError naming the first bad one."""
+def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
+    """Read NAME[:[CONFIG:]SPLIT][=PASSES] and check every row; raises UserError naming the first bad one."""
+    name, _, passes = spec.partition("=")
+    require(re.fullmatch(r"\d*\.?\d+", passes or "1"),
+            f"{flag} {spec}: '{passes}' is no number of passes; for two passes over its rows write {name}=2")
     source, rows, first_of_prompt, dropped = f"{flag} {name}", [], {}, 0
     for number, fields in enumerate(itertools.islice(read_table(name, source), config.limit), 1):
         row = read_row(fields, f"{source} row {number}", config)
         if row is None:
             dropped += 1
             continue
-        prompt_id, first = fields.get("prompt_id"), row
+        prompt_id = fields.get("prompt_id")
         if prompt_id is not None and len(row.rewards) == 1 and not row.labelled:  # HALOs: a group as several rows
-            first = first_of_prompt.setdefault(prompt_id, row)
-        if first is row:
-            rows.append(row)
-        else:
-            first.completions += row.completions
-            first.rewards += row.rewards
+            if prompt_id in first_of_prompt:
+                first_of_prompt[prompt_id].completions += row.completions
+                first_of_prompt[prompt_id].rewards += row.rewards
+                continue
+            first_of_prompt[prompt_id] = row
+        rows.append(row)
     if dropped:
         warn(f"{source}: dropped {dropped} rows whose dialogues differ before the last turn, or end without an answer")
     require(rows, f"{source}: no rows")
     for row in rows:
-        comparable = len(row.rewards) != 1 or row.labelled
-        require(comparable, f"{row.where}: a group of 1; a scored group needs two completions or more")
+        row.passes = float(passes or 1)
+        require(row.labelled or len(row.rewards) != 1, f"{row.where}: a group of 1; a scored group needs two or more")
     return rows
 
 def read_table(name: str, source: str) -> Iterator[dict]:
@@ -1074,22 +1043,19 @@ def read_table(name: str, source: str) -> Iterator[dict]:
     name = embedded(name, "data") if source_name(name) == "embedded" else name
     path, *rest = [name] if Path(name).exists() else name.split(":")
     kind, split = FILE_KINDS.get(Path(path).suffix.lower()), rest[-1] if rest else "train"
-    require(path, f"{source}: the name is empty; give it a file or a hub name")
     require(kind or not Path(path).is_file(), f"{source}: a file of no known kind; there are {', '.join(FILE_KINDS)}")
     require(not kind or Path(path).exists(), f"{source}: no such file")
-    require(not kind or Path(path).stat().st_size, f"{source}: no rows; the file is empty")
     if Path(path).suffix.lower() == ".jsonl":
         for number, line in enumerate(filter(bytes.strip, open(path, "rb")), 1):
-            try:
+            with explained(f"{source} row {number}: not JSON", "mend the row or remove it"):
                 fields = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{source} row {number}: not JSON: {error}") from None
             require(isinstance(fields, dict), f"{source} row {number}: not a JSON object")
             yield fields
         return
     import datasets
     datasets.disable_progress_bars()
-    advice = f"name a file, a folder, or a data set of the hub{download_advice(path, ' --repo-type dataset')}"
+    advice = ("name a file, a data set of the hub, or a folder; `hf download NAME --repo-type dataset --local-dir "
+              "FOLDER` makes one, given a network")
     with explained(source, f"is it really {kind}?" if kind else advice):
         if kind:
             table = datasets.load_dataset(kind, data_files={split: path}, split=split)
@@ -1124,39 +1090,38 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         require(label in (0, 1), f"{where}: 'label' is {label!r}; with output_A and output_B it must be 1 (A) or 0 (B)")
         if not label:
             known |= dict(chosen=known["rejected"], rejected=known["chosen"])
-    if "prompt" not in known and "chosen" in known and "rejected" in known:
-        dialogues = split_dialogues(known, where)
-        if dialogues is None:
-            return None
-        known |= dialogues
 
     def need(key: str, kind: str) -> Any:
         require(key in known, f"{where}: no '{key}'; {kind} needs it")
         return known[key]
 
-    prompt = read_messages(need("prompt", "every row"), "prompt", where)
-    if any(isinstance(known.get(key), list) and len(known[key]) > 1 for key in ("chosen", "rejected")):
+    given, pair = known.get("prompt"), [known[key] for key in ("chosen", "rejected") if key in known]
+    has_dialogues = any(isinstance(answer, list) and len(answer) > 1 for answer in pair)
+    if len(pair) == 2 and (has_dialogues or given is None):
         dialogues = split_dialogues(known, where)
         if dialogues is None:
             return None
-        same = prompt[-1]["content"].strip() in [turn["content"].strip() for turn in dialogues["prompt"]]
-        require(same, f"{where}: 'prompt' is not among the turns before the answers in 'chosen'; remove one of the two")
-        prompt, known = dialogues["prompt"], known | dialogues
+        known |= dialogues
+    prompt = read_messages(need("prompt", "every row"), "prompt", where)
+    if given is not None:
+        last = read_messages(given, "prompt", where)[-1]["content"].strip()
+        require(last in [turn["content"].strip() for turn in prompt],
+                f"{where}: 'prompt' is not among the turns before the answers in 'chosen'; remove one of the two")
     if config.prompt_template is not None:
         prompt[-1]["content"] = config.prompt_template.replace("{prompt}", prompt[-1]["content"])
     if config.system is not None and prompt[0]["role"] != "system":
         prompt.insert(0, {"role": "system", "content": config.system})
 
-    texts, rewards, labelled = {}, [], False  # texts: lists under the names of their columns
+    answers, rewards, labelled = [], [], False  # answers: with the names of their columns
     if "completions" in known or "scores" in known:
-        texts["completions"], rewards = need("completions", "a scored group"), need("scores", "a scored group")
-        are_lists = isinstance(texts["completions"], list) and isinstance(rewards, list)
-        require(are_lists and 0 < len(texts["completions"]) == len(rewards),
+        texts, rewards = need("completions", "a scored group"), need("scores", "a scored group")
+        require(isinstance(texts, list) and isinstance(rewards, list) and 0 < len(texts) == len(rewards),
                 f"{where}: 'completions' and 'scores' must be lists of one length")
-    elif "chosen" in known or "rejected" in known:
-        texts, rewards = {key: [need(key, "a pair")] for key in ("chosen", "rejected")}, [1, 0]
+        answers = [("completions", text) for text in texts]
+    elif pair:
+        answers, rewards = [(key, need(key, "a pair")) for key in ("chosen", "rejected")], [1, 0]
     elif "completion" in known or "label" in known:
-        texts["completion"] = [need("completion", "a labelled completion")]
+        answers = [("completion", need("completion", "a labelled completion"))]
         labelled = "label" in known or "reward" not in known
         rewards = [need("label", "a labelled completion") if labelled else known["reward"]]
         require(not labelled or rewards[0] in (True, False),
@@ -1165,7 +1130,12 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         key = "scores" if "scores" in known else "reward"
         require(is_number, f"{where}: '{key}' holds {value!r}; it must be a finite number")
-    completions = [read_completion(text, key, where) for key in texts for text in texts[key]]
+    completions = []
+    for key, answer in answers:  # text, an assistant's message, or a dialogue that ends in one
+        last = read_messages(answer, key, where)[-1]
+        require(last["role"] == "assistant",
+                f"{where}: '{key}' ends in a message of the {last['role']}; it must end in the assistant's")
+        completions.append(last["content"])
     return Row(where, prompt, fields, completions, [float(value) for value in rewards], labelled)
 
 def split_dialogues(known: dict, where: str) -> dict | None:
@@ -1198,18 +1168,10 @@ def read_messages(value: Any, key: str, where: str) -> list[dict]:
     require(text.strip(), f"{where}: '{key}' is empty; fill it or remove the row")
     return messages
 
-def read_completion(value: Any, key: str, where: str) -> str:
-    """The text of a completion, given as text, as one assistant message, or as a dialogue that ends in one."""
-    message = read_messages(value, key, where)[-1]
-    role = message["role"]
-    require(role == "assistant", f"{where}: '{key}' ends in a message of the {role}; it must end in the assistant's")
-    return message["content"]
-
-def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", online: bool | None = None) -> list[Group]:
+def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", online: bool = False) -> list[Group]:
     """Rows -> groups of token ids, each as often as its row comes in one pass over the data. Over-long prompts and
-    completions are dropped. online: completions are to be drawn, by default as --sample-every says."""
+    completions are dropped. online: completions are to be drawn."""
     config, tokenizer, end, longest = sampler.config, sampler.tokenizer, sampler.stops[0], sampler.longest
-    online = bool(config.sample_every) if online is None else online
     with explained(f"{flag}: the model's chat template refuses a prompt", "change the prompts, or leave out --system"):
         prompts = encode_prompts(tokenizer, [row.prompt for row in rows])
     texts = [text for row in rows for text in row.completions]
@@ -1235,8 +1197,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
     if long_prompts or long_completions:
         dropped = f"{long_prompts} prompts and {long_completions} completions"
         warn(f"{flag}: dropped {dropped} as over-long; see --max-length")
-    require(groups or long_prompts or long_completions, f"{flag}: no row is left; give =PASSES above 0, or more rows")
-    require(groups, f"{flag}: every row is over-long; raise --max-length or --max-prompt-length")
+    require(groups, f"{flag}: no row is left; raise --max-length, --max-prompt-length or the rows' =PASSES")
     return groups
 
 def encode_prompts(tokenizer: Any, prompts: list[list[dict]], answered: bool = False) -> list[list[int]]:
@@ -2053,20 +2014,25 @@ def gather_from_ranks(value: Any) -> list:
     return values
 
 def from_first_rank(make: Callable[[], Any]) -> Any:
-    """make() of rank 0, on every rank."""
-    return gather_from_ranks(make() if rank() == 0 else None)[0]
+    """make() of rank 0, or the UserError that it raises, on every rank."""
+    try:
+        made = make() if rank() == 0 else None
+    except UserError as error:
+        made = error
+    made = gather_from_ranks(made)[0]
+    if isinstance(made, UserError):
+        raise made
+    return made
 
 @contextlib.contextmanager
 def ranks_in_turn() -> Iterator[None]:
     """A machine's ranks one after the other: what the first builds the next finds, and memory holds one copy."""
-    turn, turns = 0, 0
-    if dist.is_initialized():
-        turn, turns = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    for _ in range(turn):
-        dist.barrier()
-    yield
-    for _ in range(turns - turn):
-        dist.barrier()
+    my_turn = int(os.environ.get("LOCAL_RANK", 0))
+    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", my_turn + 1))):
+        if turn == my_turn:
+            yield
+        if dist.is_initialized():
+            dist.barrier()
 
 def seed_for(*parts: int | str) -> int:
     """A seed for what the parts name: all randomness is a function of --seed, of the step, and of what it is for."""
@@ -2095,7 +2061,7 @@ class Saver:
     everything that the next step depends on; randomness needs none, as a function of the seed and the step. Rank 0
     writes, tensors whole, so that any number of ranks can read."""
 
-    def __init__(self, folder: Path, config: Config, newest: Path | None = None):
+    def __init__(self, folder: Path, config: Config, newest: Path | None):
         self.folder, self.config, self.newest = folder, config, newest
         self.writer, self.writing = ThreadPoolExecutor(1), None
         self.copies: dict[str, Tensor] = {}  # kept from save to save: fresh memory is slow to come by
@@ -2103,9 +2069,8 @@ class Saver:
     def save(self, policy: Module, optimizer: torch.optim.Optimizer, reference: Reference, step: int) -> None:
         self.wait()
         parameters, batches = dict(policy.named_parameters()), reference.batches
-        files = dict(policy=self.copy("policy", parameters))
         moments = {f"{key}:{name}": v for name, p in parameters.items() for key, v in optimizer.state[p].items()}
-        files["optimizer"] = self.copy("optimizer", moments)
+        files = dict(policy=self.copy("policy", parameters), optimizer=self.copy("optimizer", moments))
         if reference.model is not None:
             files["reference"] = self.copy("reference", dict(reference.model.named_parameters()))
         elif reference.weights is not None:
@@ -2128,15 +2093,12 @@ class Saver:
 
     def write(self, path: Path, files: dict[str, dict[str, Tensor]], state: dict) -> None:
         from safetensors.torch import save_file
-
-        def fill(folder: Path) -> None:
+        if path.exists():  # a damaged one, which was not resumed from
+            shutil.rmtree(path)
+        with new_folder(path) as folder:
             for kind, tensors in files.items():
                 save_file(tensors, folder / f"{kind}.safetensors")
             (folder / "state.json").write_text(json.dumps(state, default=Tensor.tolist))
-
-        if path.exists():  # a damaged one, which was not resumed from
-            shutil.rmtree(path)
-        write_folder(path, fill)
         self.newest = path
         older = sorted(old for old in path.parent.glob("step-*") if old <= path)  # later ones are damaged
         for old in older[: -self.config.keep]:
@@ -2148,73 +2110,65 @@ class Saver:
             warn(f"could not write a checkpoint to {self.folder}: {error}; the newest is {self.newest}")
         self.writing = None
 
-def write_folder(path: Path, fill: Callable[[Path], None], hashed: bool = True) -> None:
-    """Make `path` by `fill(temporary folder)` and a rename, so that it is whole or not there."""
+@contextlib.contextmanager
+def new_folder(path: Path, hashed: bool = True) -> Iterator[Path]:
+    """A folder to fill, which then becomes `path` by a rename, so that `path` is whole or not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        fill(temporary)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        yield folder
         if hashed:
-            (temporary / "files.json").write_text(json.dumps(hashes(temporary)))
-        for file in (temporary, *temporary.iterdir()):
+            (folder / "files.json").write_text(json.dumps(hashes(folder)))
+        for file in (folder, *folder.iterdir()):
             file.chmod(0o755 if file.is_dir() else 0o644)
-        temporary.rename(path)
-    except OSError:
-        if not path.exists():
-            raise  # otherwise another process made the same folder first
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        folder.rename(path)
 
 def hashes(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file in a folder, but of the one that holds them."""
-    files = sorted(path for path in folder.iterdir() if path.name != "files.json")
-    return {path.name: hashlib.file_digest(path.open("rb"), "sha256").hexdigest() for path in files}
+    return {path.name: hashlib.file_digest(path.open("rb"), "sha256").hexdigest()
+            for path in sorted(folder.iterdir()) if path.name != "files.json"}
 
 def find_damage(folder: Path) -> str:
     """What is wrong with a folder whose hashes were written, or ""."""
     try:
-        written, present = json.loads((folder / "files.json").read_text()), hashes(folder)
+        different = json.loads((folder / "files.json").read_text()).items() ^ hashes(folder).items()
     except (OSError, ValueError) as error:
         return f"not a whole checkpoint ({error})"
-    damaged = [name for name in sorted({*written, *present, "files.json"} if not written else {*written, *present})
-               if written.get(name) != present.get(name, "")]
+    damaged = sorted({name for name, _ in different})
     return f"damaged: {', '.join(damaged)}" if damaged else ""
 
-def read_checkpoint(path: Path) -> dict:
-    """A checkpoint's state.json, every file's hash verified; raises UserError if it is damaged."""
-    damage = find_damage(path)
-    require(not damage, f"{path}: {damage}")
-    return json.loads((path / "state.json").read_text())
-
-def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
-    """What --resume names: the newest whole checkpoint of --out, or the one at a path."""
-    if config.resume not in (None, "latest"):
-        return Path(config.resume), read_checkpoint(Path(config.resume))
-    for path in sorted(Path(config.out, "checkpoint").glob("step-*"), reverse=True) if config.resume else []:
-        try:
-            return path, read_checkpoint(path)
-        except UserError as error:
-            warn(f"{error}; trying the one before")
+def find_checkpoint(config: Config) -> Path | None:
+    """What --resume names: the newest whole checkpoint of --out, if there is one, or the one at a path."""
+    if config.resume is None:
+        return None
+    paths = [Path(config.resume)]
+    if config.resume == "latest":
+        paths = sorted(Path(config.out, "checkpoint").glob("step-*"), reverse=True)
+    for path in paths:
+        damage = find_damage(path)
+        if not damage:
+            return path
+        require(config.resume == "latest", f"{path}: {damage}")
+        warn(f"{path}: {damage}; trying the one before")
     return None
 
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
 FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
                   "microbatch_tokens share_prompts compile shard checkpoint_activations track").split()
 
-def load_checkpoint(path: Path, state: dict, config: Config, policy: Module, optimizer: torch.optim.Optimizer,
-                    reference: Reference) -> int:
+def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
     """Put everything back; returns the step that was the last. Raises UserError where the settings differ."""
     from safetensors.torch import load_file
-    settings, parameters, batches = state["settings"], dict(policy.named_parameters()), reference.batches
+    policy, batches, config = reference.policy, reference.batches, reference.config
+    state, parameters = json.loads((path / "state.json").read_text()), dict(policy.named_parameters())
+    settings = state["settings"]
     for name, value in json.loads(json.dumps(vars(config))).items():
         require(name in FREE_ON_RESUME or value == settings.get(name), f"--resume {path}: the run has {flag_of(name)} "
                 f"{settings.get(name)}, not {value}; resume it with its own config.toml")
     require(state.get("data") == batches.fingerprint, f"--resume {path}: the rows of --data have changed since then")
-    require(config.steps <= settings["steps"],
-            f"--resume {path}: the run was planned for {settings['steps']} steps, and its reference is known as far as "
-            f"that; --steps {config.steps} needs a run of its own, with --model {Path(config.out, 'final')}")
-
-    require(config.steps >= state["step"], f"--resume {path}: it has done more than --steps {config.steps} already")
+    require(state["step"] <= config.steps <= settings["steps"],
+            f"--resume {path}: it has done {state['step']} of its planned {settings['steps']} steps, so --steps "
+            f"{config.steps} must lie between; for more, start a run with --model {Path(config.out, 'final')}")
 
     def put_back(kind: str, model: Module) -> None:
         saved = load_file(path / f"{kind}.safetensors")
@@ -2263,13 +2217,11 @@ tags: [humanline, {loss}]
 # {base}, aligned by {objective}
 
 {steps} steps from `{model}` on `{sources}`, seed {seed}; {anchor}; the log-ratio was perceived through {perceived}.
-With these settings `humanline.py --config` repeats the run:
+See [Humanline: Online Alignment as Perceptual Loss](https://arxiv.org/abs/2509.24207). With these settings
+`humanline.py --config` repeats the run:
 
 ```toml
 {settings}```
-
-Sijia Liu, Niklas Muennighoff, Kawin Ethayarajh: [Humanline: Online Alignment as Perceptual
-Loss](https://arxiv.org/abs/2509.24207), ICLR 2026.
 """
 
 def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> None:
@@ -2278,15 +2230,13 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> No
     weights = {name: full(value.detach()).cpu() for name, value in policy.state_dict().items()
                if name in distinct or name not in every}  # a tied head, once
 
-    def fill(folder: Path) -> None:
-        policy.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-        card = MODEL_CARD.format(**vars(config) | in_words(config), settings=to_toml(config))
-        (folder / "README.md").write_text(card, encoding="utf-8")
-
     if rank() == 0:
         try:
-            write_folder(path, fill, hashed=False)
+            with new_folder(path, hashed=False) as folder:
+                policy.save_pretrained(folder, state_dict=weights)
+                tokenizer.save_pretrained(folder)
+                card = MODEL_CARD.format(**vars(config) | in_words(config), settings=to_toml(config))
+                (folder / "README.md").write_text(card, encoding="utf-8")
         except Exception as error:  # safetensors has an exception of its own for a full disk
             raise OSError(f"could not write {path}: {error}; with room made, go on with --resume latest") from error
 
@@ -2361,12 +2311,12 @@ def parse_config(argv: list[str]) -> Config:
     check_config(config)
     return config
 
-def parse_flags(args: list[str], default: Config | None = None, source: str = "", kind: Any = Config) -> Any:
+def parse_flags(args: list[str], default: Any = tyro.MISSING_NONPROP, source: str = "", kind: Any = Config) -> Any:
     """tyro's parse of `args` as a `kind`, its complaints folded into one line."""
-    complaint, defaults = io.StringIO(), {} if default is None else {"default": default}
+    complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, args=args, **defaults)
+            return tyro.cli(kind, args=args, default=default)
     except SystemExit as stop:
         if stop.code == 0:  # --help
             raise
@@ -2377,12 +2327,8 @@ def parse_flags(args: list[str], default: Config | None = None, source: str = ""
 
 def read_config(path: str) -> Config:
     """The settings of a TOML file: its keys are the flags' names, checked as if they had been typed."""
-    try:
+    with explained(f"--config {path}", "name a file of settings that is valid TOML"):
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror.lower()}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: not valid TOML: {error}") from None
     names, args = {field.name for field in dataclasses.fields(Config)} - {"config"}, []
     for key, value in table.items():
         name = key.replace("-", "_")
@@ -2425,14 +2371,13 @@ def check_config(config: Config) -> None:
             require(value is None or fits(value), f"{flag_of(name)} is {value}; it must {must}")
     require(config.log_eps_p < config.log_eps_r, f"--log-eps-p {config.log_eps_p} is not below --log-eps-r "
             f"{config.log_eps_r}; the clip's lower end comes first")
-    require(config.data, "--data names nothing; give it a file or a hub name")
+    require(config.data and all(config.data), "--data names nothing; give it a file or a hub name")
     require(config.reward, "--reward names nothing; write exact, math, model:NAME or FILE.py:function")
     for spec in config.reward:
         split_reward(spec)
     require(config.prompt_template is None or "{prompt}" in config.prompt_template,
             "--prompt-template has no {prompt}, the place where the row's prompt goes")
-    require(not config.sample_every or config.group_size > 1,
-            "--group-size 1 leaves nothing to compare a completion with; use 2 or more")
+    require(not config.sample_every or config.group_size > 1, "--group-size 1 leaves nothing to compare; use 2 or more")
     require(not config.kl_beta or config.loss not in ("dpo", "kto"),
             f"--kl-beta {config.kl_beta}: only GRPO has a KL term; leave it out")
     require(not config.track or importlib.util.find_spec(config.track),
@@ -2445,27 +2390,27 @@ def to_toml(config: Config) -> str:
     for name, value in vars(config).items():
         if value is not None and name not in ("out", "config", "resume"):
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-            lines.append(f"{name} = {repr(value) if isinstance(value, float) else text}\n")
+            lines.append(f"{name} = {text}\n")
     return "".join(lines)
 
 def in_words(config: Config) -> dict[str, str]:
     """What the run is, for people."""
-    anchor = "the reference is the initial policy"
-    if is_synced(config):
-        when = f"every {config.sync_k} steps" if config.sync_k else f"when the drift passes {config.sync_drift}"
-        anchor = f"the reference is synced {when}"
+    anchor = "the reference is the old policy, which drew the rollouts"
+    if config.sync_k:
+        anchor = f"the reference is synced every {config.sync_k} steps"
+    elif config.sync_drift:
+        anchor = f"the reference is synced when the drift passes {config.sync_drift}"
     elif takes_old_policy(config):
         anchor = "the ratio is to the old policy, which drew the rollouts"
         anchor += ", the KL to the initial policy" if config.kl_beta else ""
-    elif config.sample_every:
-        anchor = "the reference is the old policy, which drew the rollouts"
+    elif not config.sample_every:
+        anchor = "the reference is the initial policy"
     perceptions = {"clip": f"a clip to [{config.log_eps_p}, {config.log_eps_r}]", "sample": "rejection sampling"}
     name, syncs = config.loss.upper(), is_synced(config)
-    objective = f"{name} with humanline" if syncs and config.perception != "none" else f"plain {name}"
-    if syncs != (config.perception != "none"):
-        objective = f"{name} with syncing only" if syncs else f"{name} with perception only"
+    objective = {(True, True): f"{name} with humanline", (True, False): f"{name} with syncing only",
+                 (False, True): f"{name} with perception only", (False, False): f"plain {name}"}
     base = config.model if on_hub(config.model) else re.sub(r"[^\w.-]+", "-", Path(config.model).name)  # no path
-    return dict(objective=objective, anchor=anchor, base=base,
+    return dict(objective=objective[syncs, config.perception != "none"], anchor=anchor, base=base,
                 sources=" ".join(config.data), perceived=perceptions.get(config.perception, "nothing"))
 
 def describe(config: Config, policy: Module, groups: list[Group], reference: Reference, first: int) -> None:
@@ -2565,7 +2510,8 @@ def embedded(name: str, kind: Literal["model", "data"]) -> str:
             warn(f"{folder} is damaged; making it anew")
             shutil.rmtree(folder)
         if not folder.exists():
-            write_folder(folder, make)
+            with new_folder(folder) as unfinished:
+                make(unfinished)
     return str(folder if kind == "model" else folder / "rows.jsonl")
 
 def embedded_tokenizer() -> Any:

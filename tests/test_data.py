@@ -125,13 +125,13 @@ def test_a_folder_with_a_split_is_read_like_a_hub_name(tmp_path):
 def test_several_sources_are_mixed_by_passes_and_limited(tmp_path, tiny):
     a = write_jsonl(tmp_path / "a.jsonl", rows_of("pairs", 8))
     b = write_jsonl(tmp_path / "b.jsonl", rows_of("groups", 6))
-    rows = humanline.read_sources([f"{a}=3", f"{b}=0.5"], Config(limit=4))
+    rows = [row for spec in (f"{a}=3", f"{b}=0.5") for row in humanline.read_rows(spec, Config(limit=4), "--data")]
     assert len(rows) == 8 and [row.passes for row in rows] == [3.0] * 4 + [0.5] * 4
     groups = humanline.encode_rows(rows, sampler_of(tiny))
     often = [sum(group.row == i for group in groups) for i in range(8)]
     assert often[:4] == [3] * 4 and set(often[4:]) == {0, 1}
     with pytest.raises(UserError, match="'x' is no number of passes"):
-        humanline.read_sources([f"{a}=x"], Config())
+        humanline.read_rows(f"{a}=x", Config(), "--data")
 
 
 # Rows of exactly the published schemas: as `read_row` sees them, and through a file as the hub holds it.

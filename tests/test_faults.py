@@ -1,6 +1,7 @@
 """What happens to a run: kills, signals, damage, a full disk, too little memory, a second run in the same place."""
 
 import itertools
+import json
 import os
 import random
 import shlex
@@ -61,7 +62,7 @@ def test_a_signal_ends_the_run_after_its_step_ready_to_go_on(run, data_files, tm
         patch.setattr(where, phase, signalled)
         run(flags, out=out)
     saved = sorted((tmp_path / "out" / "checkpoint").iterdir())[-1]
-    assert humanline.read_checkpoint(saved)["step"] == len(metrics(tmp_path / "out")) < 6
+    assert json.loads((saved / "state.json").read_text())["step"] == len(metrics(tmp_path / "out")) < 6
     assert not (tmp_path / "out" / "final").exists()
     resumed = run(flags + " --resume latest", out=out)
     assert timeless(resumed) == timeless(whole) and same_weights(resumed, whole)
@@ -89,7 +90,7 @@ def test_damage_to_a_checkpoint_is_always_seen_and_the_one_before_is_taken(run, 
     folder = run("--sample-every 3 --sync-k 2 --steps 3 --save-every 1 --keep 3") / "checkpoint"
     chance, newest, before = random.Random(0), folder / "step-00000003", folder / "step-00000002"
     config = humanline.Config(out=str(folder.parent), resume="latest")
-    assert humanline.find_checkpoint(config)[0] == newest
+    assert humanline.find_checkpoint(config) == newest
     for trial in range(50):
         file = chance.choice(sorted(newest.iterdir()))
         content = file.read_bytes()
@@ -100,9 +101,9 @@ def test_damage_to_a_checkpoint_is_always_seen_and_the_one_before_is_taken(run, 
             file.write_bytes(content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :])
         else:
             file.unlink()
-        assert humanline.find_checkpoint(config)[0] == before, (trial, file.name, at)
+        assert humanline.find_checkpoint(config) == before, (trial, file.name, at)
         file.write_bytes(content)
-    assert humanline.find_checkpoint(config)[0] == newest
+    assert humanline.find_checkpoint(config) == newest
     for path in (newest, before, folder / "step-00000001"):
         (path / "policy.safetensors").write_bytes(b"")
     assert humanline.find_checkpoint(config) is None
@@ -117,7 +118,7 @@ def test_a_damaged_later_checkpoint_does_not_count_among_those_kept(run, tmp_pat
     (folder / "checkpoint" / "step-00000004" / "policy.safetensors").write_bytes(b"")
     shutil.copytree(folder / "checkpoint" / "step-00000004", folder / "checkpoint" / "step-00000009")
     run("--steps 4 --save-every 1 --keep 1 --resume latest", out=out)
-    assert humanline.read_checkpoint(folder / "checkpoint" / "step-00000004")["step"] == 4
+    assert humanline.find_damage(folder / "checkpoint" / "step-00000004") == ""
 
 
 def test_no_pickle_is_ever_read_from_disk(run, monkeypatch):

@@ -477,7 +477,7 @@ def test_a_run_is_not_made_longer_than_its_reference_is_known(run, tmp_path):
     out = str(tmp_path / "out")
     folder = run("--steps 4 --save-every 2 --no-humanline", out=out)
     humanline.shutil.rmtree(folder / "final")
-    with pytest.raises(humanline.UserError, match="planned for 4 steps"):
+    with pytest.raises(humanline.UserError, match="it has done 4 of its planned 4 steps, so --steps 6 must lie between"):
         run("--steps 6 --resume latest --no-humanline", out=out)
 
 
@@ -495,7 +495,7 @@ def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(run, tmp_path, monke
     with pytest.raises(FloatingPointError, match=r"step 4: .*step-00000003.*groups.jsonl row \d+"):
         run("--save-every 1 --steps 6", out=str(out))
     assert len(metrics(out)) == 3 and not (out / "final").exists()
-    assert humanline.read_checkpoint(out / "checkpoint" / "step-00000003")["step"] == 3
+    assert humanline.find_damage(out / "checkpoint" / "step-00000003") == ""
 
 
 def test_warmup_is_linear_then_constant_or_a_cosine():

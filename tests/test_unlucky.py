@@ -65,7 +65,7 @@ def test_what_is_not_ours_in_the_folder_is_not_written_over(spoil, expected, tin
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("out, expected", [("file/inside", "is a file; choose a folder"), ("x" * 300, "file name too long")])
+@pytest.mark.parametrize("out, expected", [("file/inside", "not a directory; choose another folder"), ("x" * 300, "file name too long")])
 def test_an_impossible_folder_is_one_line(out, expected, tiny, data_files, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert humanline.main(short_run(tiny, data_files["groups"], tmp_path / out)) == 2
@@ -140,7 +140,7 @@ def test_halos_labels_say_which_answer_is_better():
 
 
 @pytest.mark.parametrize("name, expected", [
-    ("rows.txt", "a file of no known kind; there are .jsonl"), ("", "the name is empty"), ("rows.jsonl=0", "no row is left")])
+    ("rows.txt", "a file of no known kind; there are .jsonl"), ("", "--data names nothing"), ("rows.jsonl=0", "no row is left")])
 def test_data_that_gives_no_rows_is_one_line(name, expected, tiny, tmp_path, capsys):
     (tmp_path / "rows.txt").write_text("x")
     write_jsonl(tmp_path / "rows.jsonl", rows_of("groups"))
@@ -246,7 +246,7 @@ def test_a_resume_to_fewer_steps_than_are_done_is_refused(run, tmp_path):
     out = tmp_path / "out"
     run("--steps 6 --save-every 4", out=str(out))
     humanline.shutil.rmtree(out / "final")
-    with pytest.raises(humanline.UserError, match="it has done more than --steps 3 already"):
+    with pytest.raises(humanline.UserError, match="it has done 4 of its planned 6 steps, so --steps 3 must lie between"):
         run("--steps 3 --save-every 4 --resume latest", out=str(out))
 
 
