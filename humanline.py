@@ -92,7 +92,8 @@ class Config:
     system: str | None = None  # System message in front of prompts that have none (models with a chat template).
     prompt_template: str | None = None  # Text around each prompt, with {prompt} where it belongs.
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
-    """mixed: fp32 weights, bf16 autocast; bfloat16: bf16 weights too. auto: mixed on a GPU, else float32."""
+    """mixed: fp32 weights, bf16 autocast; bfloat16: bf16 weights too. auto: mixed on a GPU, and on a CPU that
+    multiplies in bf16 for models from 20 M parameters on; else float32."""
     attn: str | None = None  # Attention implementation, such as sdpa or flash_attention_2. Default: the model's choice.
     checkpoint_activations: bool = False  # Recompute activations in the backward pass: slower, far less memory.
     trust_remote_code: bool = False  # Allow code that comes with a model or tokenizer to run.
@@ -173,6 +174,9 @@ class Config:
     eval_samples: int = 2  # Completions drawn per held-out prompt.
     eval_temperature: float | None = None  # Sampling temperature for them. Default: --temperature.
     eval_top_p: float | None = None  # Nucleus sampling for them. Default: --top-p.
+    rollouts: bool = True
+    """Write each completion that is drawn into rollouts.jsonl, or eval_rollouts.jsonl if held out: some 25 bytes per
+    token, and the prompt. --data reads the file back, with the tokens as they were sampled."""
     track: Literal["tensorboard", "wandb"] | None = None  # Send the metrics there, too. Both need tensorboard.
     config: str | None = None  # A .toml file of these settings; flags override it.
 
@@ -345,6 +349,7 @@ class Group:
     rewards: list[float]
     labelled: bool = False  # rewards are absolute labels (1 desirable, 0 not), not to be compared with each other
     parts: list[list[float | None]] = dataclasses.field(default_factory=list)  # of each reward; None: it failed
+    logps: list[list[float]] = dataclasses.field(default_factory=list)  # log μ of each token, where known
 
 @dataclass
 class Sequence:
@@ -413,6 +418,13 @@ def grpo_of_inputs(x: LossInputs, config: Config) -> Tensor:
     perceived = sequence_log_ratio(x.perceived, x.mask) if config.ratio == "sequence" else x.perceived
     return grpo_loss(x.log_ratio, perceived, x.advantages, config.epsilon, config.kl_beta, config.epsilon_high)
 
+def grpo_clipped(x: LossInputs, config: Config) -> tuple[Tensor, Tensor]:
+    """Where GRPO's own clip takes the gradient, at its lower and at its upper end: two (N, T) boolean tensors."""
+    ratio = (sequence_log_ratio(x.perceived, x.mask) if config.ratio == "sequence" else x.perceived).exp()
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    falls, advantages = ratio < 1 - config.epsilon, x.advantages[:, None]
+    return falls & (advantages < 0) & x.mask, (ratio > 1 + high) & (advantages > 0) & x.mask
+
 @dataclass(frozen=True)
 class Loss:
     """All that the program knows of a loss. Another one is another entry of LOSSES, and nothing else.
@@ -429,10 +441,14 @@ class Loss:
     set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None  # of all data or rollouts
     needs_mismatched: bool = False  # z₀, from each prompt with the completion of another prompt
     has_old_policy: bool = False  # as published its log-ratio is to the old policy; see `takes_old_policy`
+    is_idle: Callable[[Sequence, Config], bool] = lambda sequence, config: False  # has no gradient; is left out
+    clipped: Callable[[LossInputs, Config], tuple[Tensor, Tensor]] | None = None  # where its own clip acts: low, high
 
 LOSSES = {
     "grpo": Loss(grpo_of_inputs, group_with_advantages, "group", embedded_defaults=dict(sync_k=24),
-                 has_old_policy=True),
+                 has_old_policy=True, clipped=grpo_clipped,
+                 # sampling's M_P and M_R are of all tokens
+                 is_idle=lambda s, config: not (s.advantage or config.kl_beta or config.perception == "sample")),
     "dpo": Loss(
         lambda x, config: dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta),
         best_against_worst, "pair"),
@@ -461,8 +477,8 @@ def train(config: Config) -> "Run":
                 prompts = run.batches.next_prompts(step)
                 rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step)
                 run.batches.add_rollouts(rollouts, step)
-                about_rollouts = run.sampler.report(rollouts)
                 sample_seconds = time.perf_counter() - step_started
+                about_rollouts = run.keep_rollouts("rollouts.jsonl", rollouts, run.rows, step, sample_seconds)
                 reference.after_rollouts(step)
 
             # The batch, with its reference log-probs. The first reference is the initial policy.
@@ -512,30 +528,36 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
     kl = kto_reference_point(policy, batch, config) if loss.needs_mismatched else None
     if config.perception == "sample":
         draw_rejections(policy, batch, config)
-    names = "loss unclamped drift kl logp logp_wanted chosen rejected".split()
+    names = ("loss tokens unclamped clamped_low clamped_high clip_low clip_high drift kl logp logp_wanted wanted "
+             "chosen rejected entropy entropy_tokens").split()
+    trained = [sequence for sequence in batch.sequences if not loss.is_idle(sequence, config)]
 
     def backward() -> Tensor:  # of this rank's share; where memory runs out, again in smaller microbatches
         policy.zero_grad()
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
-        for microbatch in cut(batch.sequences, config):
-            log_ratio, ref_log_ratio, mask, logps = log_ratios(policy, microbatch, config)  # forward
+        for microbatch in cut(trained, config):
+            entropies: list[Tensor] = []
+            log_ratio, ref_log_ratio, mask, logps = log_ratios(policy, microbatch, config, entropies.append)  # forward
             perceived, passes = perceive(log_ratio, microbatch, config)
             sequences = microbatch or [Sequence([], [])]
             chosen = torch.tensor([s.is_chosen for s in sequences], device=device)
             advantages = torch.tensor([s.advantage for s in sequences], device=device)
             weights = torch.tensor([s.weight for s in sequences], device=device)
+            inputs = LossInputs(ref_log_ratio, perceived, mask, advantages, chosen, weights, kl)
             if microbatch:
-                inputs = LossInputs(ref_log_ratio, perceived, mask, advantages, chosen, weights, kl)
-                losses = loss.compute(inputs, config)
-                mean_loss = share_of_mean(losses, mask, batch, config)
+                mean_loss = share_of_mean(loss.compute(inputs, config), mask, batch, config)
             else:  # sharded, a rank without work goes along
                 mean_loss = log_ratio.sum()
             (mean_loss * world_size() if config.shard else mean_loss).backward()  # FSDP takes the ranks' mean
             with torch.no_grad():
-                gain = config.beta * perceived.sum(-1)
+                gain, entropy = config.beta * perceived.sum(-1), torch.cat(entropies)
+                low, high = loss.clipped(inputs, config) if loss.clipped else (~mask & mask,) * 2
                 sums += torch.stack([
-                    mean_loss, (passes & mask).sum(), log_ratio.abs().sum(), token_kl(ref_log_ratio).sum(), logps.sum(),
-                    logps[chosen].sum(), gain[chosen].sum(), gain[~chosen].sum()]).double()
+                    mean_loss, mask.sum(), (passes & mask).sum(), (log_ratio < config.log_eps_p).sum(),
+                    (log_ratio > config.log_eps_r).sum(), low.sum(), high.sum(), log_ratio.abs().sum(),
+                    token_kl(ref_log_ratio).sum(), logps.sum(), logps[chosen].sum(), mask[chosen].sum(),
+                    gain[chosen].sum(), gain[~chosen].sum(), entropy.sum(), torch.tensor(len(entropy), device=device),
+                ]).double()
         return sums
 
     sums = fit_memory(backward, config)
@@ -547,11 +569,12 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             pending.wait()
     return step_report(batch, dict(zip(names, sum_over_ranks(sums).tolist())), kl, config)
 
-def log_ratios(policy: Module, sequences: list[Sequence], config: Config) -> tuple[Tensor, ...]:
+def log_ratios(policy: Module, sequences: list[Sequence], config: Config,
+               note_entropy: Callable[[Tensor], None] | None = None) -> tuple[Tensor, ...]:
     """Four (N, T) tensors: the log-ratio that the loss perceives and the log-ratio d to the reference, which are the
     same but for `takes_old_policy`, both 0 outside the completions; the mask; log π_θ."""
     with mixed_precision(policy.device, config):
-        logps, mask = log_probs(policy, sequences, logits_temperature(config))
+        logps, mask = log_probs(policy, sequences, logits_temperature(config), note_entropy)
 
     def to(name: str) -> Tensor:
         if not sequences or getattr(sequences[0], name) is None:  # the policy itself
@@ -594,24 +617,34 @@ def share_of_mean(losses: Tensor, mask: Tensor, batch: "Batch", config: Config) 
     return (losses * mask).sum() / sum(len(s.completion) for s in batch.sequences)
 
 def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, config: Config) -> dict[str, float]:
-    """What the metrics say of a step, from sums over the global batch: means over all completion tokens, but for
-    `logp_wanted`, over those of the chosen, desirable or better completions, and `reward_margin`, the mean β Σ d̃ of
-    the chosen completions less that of the others."""
-    tokens, chosen = sum(len(s.completion) for s in batch.sequences), [s for s in batch.sequences if s.is_chosen]
-    report = dict(loss=sums["loss"], tokens=tokens)
-    report |= {name: sums[name] / max(1, tokens) for name in ("unclamped", "drift", "kl", "logp")}
-    if takes_old_policy(config) and not config.kl_beta:
-        del report["kl"]  # no reference was asked
-    if chosen:
-        report["logp_wanted"] = sums["logp_wanted"] / sum(len(s.completion) for s in chosen)
-    if LOSSES[config.loss].unit != "group":
-        others = len(batch.sequences) - len(chosen)
-        report["reward_margin"] = sums["chosen"] / max(1, len(chosen)) - sums["rejected"] / max(1, others)
-    if batch.reward is not None:
-        report["reward"] = batch.reward
-    if kl is not None:
-        report["z0"] = float(kl)
-    return report
+    """What the metrics say of a step, from sums over the global batch.
+
+    Means over the completion tokens that were computed, all but those of GRPO's groups without a difference: `drift`,
+    |log-ratio|; `kl`, to the reference; `logp`; `unclamped`, what perception let through; `clamped_low` and
+    `clamped_high`, what the clip stopped at either end; `clip_low` and `clip_high`, where GRPO's own clip takes the
+    gradient. `entropy`: nats per token, of the policy's whole distribution at every 8th of them. `logp_wanted`: over
+    the tokens of the chosen, desirable or better completions. `reward_margin`: the mean β Σ d̃ of the chosen completions
+    less that of the others. `no_difference`: the share of the step's groups whose rewards are all the same.
+    """
+    loss, lengths = LOSSES[config.loss], [len(s.completion) for s in batch.sequences]
+    report = dict(loss=sums["loss"], tokens=sum(lengths))
+    if lengths:
+        report |= dict(completion_length=mean(lengths), completion_longest=max(lengths))
+    names = ["unclamped", "drift", "logp"]
+    names += ["kl"] if config.kl_beta or not takes_old_policy(config) else []  # otherwise no reference was asked
+    names += ["clamped_low", "clamped_high"] if config.perception == "clip" else []
+    names += ["clip_low", "clip_high"] if loss.clipped else []
+    report |= {name: sums[name] / max(1, sums["tokens"]) for name in names}
+    if sums["wanted"]:
+        report["logp_wanted"] = sums["logp_wanted"] / sums["wanted"]
+    if sums["entropy_tokens"]:
+        report["entropy"] = sums["entropy"] / sums["entropy_tokens"]
+    if loss.unit != "group":
+        chosen = sum(s.is_chosen for s in batch.sequences)
+        others = len(batch.sequences) - chosen
+        report["reward_margin"] = sums["chosen"] / max(1, chosen) - sums["rejected"] / max(1, others)
+    report |= dict(reward=batch.reward, no_difference=batch.no_difference, z0=None if kl is None else float(kl))
+    return {name: value for name, value in report.items() if value is not None}
 
 def draw_rejections(policy: Module, batch: "Batch", config: Config) -> None:
     """--perception sample: decide each token's fate before any gradient: M_P and M_R are maxima over the batch."""
@@ -689,17 +722,17 @@ class Run:
             for unfinished in [*self.out.glob("checkpoint/.step-*"), *self.out.glob(".final-*")]:  # of a killed process
                 shutil.rmtree(unfinished)
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
-            kept = metrics.with_suffix(".new")  # the steps after the checkpoint are done again
-            kept.write_text("".join(json.dumps(line) + "\n" for line in earlier), encoding="utf-8")
-            kept.replace(metrics)
+            for name in ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl"):
+                cut_lines(self.out / name, first if checkpoint else -1)  # later steps are done again
             describe(config, self.policy, groups, self.reference, first)
             self.track = tracker(config, self.out, first)
         self.accuracy_before = earlier[0].get("accuracy_before") if earlier else None
         measured = [line["accuracy"] for line in earlier if "accuracy" in line]
         self.accuracy = measured[-1] if measured else self.accuracy_before
-        self.collapse = Collapse()
+        self.collapse, self.health, self.shown_at = Collapse(), Health(), -math.inf
         for line in earlier:
             self.collapse(line.get("logp_wanted"))
+            self.health(line)
         self.progress = tqdm(range(first, config.steps + 1), desc=config.loss, initial=first - 1, total=config.steps,
                              unit="step", dynamic_ncols=True, **(dict(disable=True) if rank() else {}))
 
@@ -711,9 +744,47 @@ class Run:
         sampling = dataclasses.replace(self.config, temperature=temperature or self.config.temperature,
                                        top_p=top_p or self.config.top_p)
         rollouts = self.sampler.draw_rollouts(self.eval_groups, self.eval_rows, samples, 500_000 + step, sampling)
+        self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step)
         if any(reward not in (0, 1) for group in rollouts for reward in group.rewards):
             self.measured = "mean reward"
         return sum(sum(group.rewards) for group in rollouts) / (len(rollouts) * samples)
+
+    def keep_rollouts(self, name: str, rollouts: list[Group], rows: list["Row"], step: int,
+                      seconds: float = math.inf) -> dict[str, float]:
+        """Append rollouts to one of the run's files, a line per completion that --data reads back; show the best and
+        the worst of a prompt, at most every ten seconds; what the metrics say of rollouts drawn in `seconds`."""
+        sampler, lines, parts = self.sampler, [], []
+        names = [reward.short_name for reward in sampler.rewards]
+        for number, group in enumerate(rollouts):
+            texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
+            for i, ids in enumerate(group.completions):
+                lines.append(dict(
+                    step=step, row=group.row, prompt_id=f"{step}-{number}", prompt=rows[group.row].prompt,
+                    completion=texts[i], reward=group.rewards[i], rewards=dict(zip(names, group.parts[i])),
+                    truncated=ids[-1] not in sampler.stops, tokens=ids, logps=group.logps[i]))
+        if rank() == 0 and self.config.rollouts:
+            with open(self.out / name, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        if rank() == 0 and math.isfinite(seconds) and time.monotonic() > self.shown_at + 10:
+            size, self.shown_at = self.config.group_size, time.monotonic()
+            groups = [sorted(lines[i : i + size], key=lambda line: line["reward"]) for i in range(0, len(lines), size)]
+            ranked = next((group for group in groups if group[0]["reward"] < group[-1]["reward"]), groups[0])
+            for kind, line in (("best", ranked[-1]), ("worst", ranked[0])):
+                text = f"{line['prompt'][-1]['content']} → {line['completion']}".replace("\n", " ")
+                shown = f"step {step} {kind:5} {line['reward']:6.2f}  {text}"
+                tqdm.write(shown[: shutil.get_terminal_size().columns - 1])
+
+        rewards = [line["reward"] for line in lines]
+        report = dict(reward_std=float(torch.tensor(rewards, dtype=torch.float64).std(correction=0)),
+                      truncated=mean([line["truncated"] for line in lines]),
+                      sample_tokens_per_second=sum(len(line["tokens"]) for line in lines) / seconds)
+        for part in names:
+            given = [line["rewards"][part] for line in lines if line["rewards"][part] is not None]
+            if len(names) > 1 and given:
+                report[f"reward_{part}"] = mean(given)
+            if len(given) < len(lines):
+                report[f"failed_{part}"] = len(lines) - len(given)
+        return report
 
     def stop_unless_finite(self, batch: "Batch", loss: float, grad_norm: float) -> None:
         """Raises FloatingPointError, which ends the run, where a step would spoil the weights."""
@@ -729,8 +800,9 @@ class Run:
         if report["step"] == 1:
             report["accuracy_before"] = self.accuracy_before
         line = {name: value for name, value in report.items() if value is not None}
-        if warning := self.collapse(line.get("logp_wanted")):
-            warn(f"step {line['step']}: {warning}")
+        for warning in [self.collapse(line.get("logp_wanted")), *self.health(line)]:
+            if warning:
+                warn(f"step {line['step']}: {warning}")
         if rank() == 0:
             with open(self.out / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -764,6 +836,43 @@ class Collapse:
             return ""
         return (f"the completions that the loss wants likelier fell from {self.best:.2f} to {now:.2f} nats per token: "
                 "the run may be coming apart; try a lower --lr, fewer syncs or fresher rollouts (--sample-every)")
+
+class Health:
+    """Whether there is something to learn from, told from what a step reports; each warning comes once in a run."""
+
+    def __init__(self):
+        self.warned, self.equal_steps, self.first_entropy = set(), 0, 0.0
+
+    def __call__(self, line: dict) -> list[str]:
+        """The warnings that a line of the metrics gives reason for."""
+        self.equal_steps = self.equal_steps + 1 if line.get("no_difference", 0) > 0.8 else 0
+        entropy = line.get("entropy", math.inf)
+        self.first_entropy = self.first_entropy or line.get("entropy", 0.0)
+        reasons = {
+            "more than half of the completions were cut off at --max-new-tokens; raise it, or ask for shorter answers":
+                line.get("truncated", 0) > 0.5,
+            "for 8 steps more than 80 % of the groups had no difference in their rewards, and taught nothing; take "
+            "easier or harder prompts, a larger --group-size, or a reward with more steps": self.equal_steps == 8,
+            "the entropy has fallen below a tenth of its start, the policy says one thing only; try a lower --lr, a "
+            "--kl-beta, or fewer steps": entropy < self.first_entropy / 10,
+            "every completion that was drawn has the same reward; look at rollouts.jsonl and at --reward":
+                line.get("reward_std") == 0,
+            "no group of this batch has a difference, so that nothing was learned": line.get("no_difference") == 1}
+        found = [text for text, is_so in reasons.items() if is_so and text not in self.warned]
+        self.warned |= set(found)
+        return found
+
+def cut_lines(path: Path, end: int) -> None:
+    """Leave out the lines of the steps from `end` on, and what a crash cut off or the disk damaged."""
+    if not path.exists():
+        return
+    kept = path.with_suffix(".new")
+    with open(path, "rb") as old, open(kept, "wb") as new:
+        for text in old:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                if int(json.loads(text)["step"]) < end and text.endswith(b"\n"):
+                    new.write(text)
+    kept.replace(path)
 
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl, without what a crash cut off or the disk damaged."""
@@ -821,7 +930,8 @@ def claim_out_folder(config: Config, stack: contextlib.ExitStack) -> Path:
     stack.callback(remove_empty)
     require(os.access(out, os.W_OK), f"--out {out} is not writable; choose another folder")
     require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
-    for name in ("config.toml", "metrics.jsonl", "checkpoint", "final"):  # ours is never a link, nor of another kind
+    # What is ours is never a link, nor of another kind.
+    for name in ("config.toml", "metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl", "checkpoint", "final"):
         file = out / name
         require(not file.is_symlink() and (not file.exists() or file.is_dir() == (name == "checkpoint")),
                 f"--out {out}: its {name} was not written by humanline.py; choose another folder")
@@ -934,6 +1044,8 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
         if config.compile:
             for layer in layers:  # compiled once for all of them, and for all lengths of a batch
                 layer.compile(dynamic=True)
+        if config.dtype == "auto":
+            config.dtype = "mixed" if pays_mixed(policy, device) else "float32"
         if config.shard:
             shard(policy, layers, device, config)
         policy.to(device).train()
@@ -944,7 +1056,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
 def shard(policy: Module, layers: list[Module], device: torch.device, config: Config) -> None:
     """FSDP2: each rank keeps its part of every layer's weights, and gathers a layer when it is needed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-    mesh, mixed = dist.init_device_mesh(device.type, (world_size(),)), is_mixed(device, config)
+    mesh, mixed = dist.init_device_mesh(device.type, (world_size(),)), config.dtype == "mixed"
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
     for module in [*layers, policy]:  # resharded, so that parameters() are always the shards
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -959,7 +1071,7 @@ def check_output_head(policy: Module, config: Config) -> None:
         ours = log_probs(policy, [Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())])[0]
         logits = policy(input_ids=ids, use_cache=False).logits
     theirs = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    tolerance = 0.05 if config.dtype == "bfloat16" or is_mixed(policy.device, config) else 0.005
+    tolerance = 0.005 if config.dtype == "float32" else 0.05
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance), f"--model {config.model}: its logits are not "
             "hidden states times output embeddings, which token_logps needs")
 
@@ -983,12 +1095,16 @@ def max_positions(policy: Module) -> int:
     """The longest sequence the model can read, in tokens."""
     return getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
-def is_mixed(device: torch.device, config: Config) -> bool:
-    return config.dtype == "mixed" or (config.dtype == "auto" and device.type == "cuda")
+def pays_mixed(policy: Module, device: torch.device) -> bool:
+    """Whether `--dtype auto` takes bf16 autocast: on a GPU, or for a large model where the CPU multiplies in bf16."""
+    if device.type != "cpu":
+        return device.type == "cuda"
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return has_bf16 and sum(p.numel() for p in policy.parameters()) >= 20_000_000
 
 def mixed_precision(device: torch.device, config: Config) -> contextlib.AbstractContextManager:
     """bf16 autocast over fp32 weights where --dtype asks for it."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=is_mixed(device, config))
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "mixed")
 
 # ---------- Data ------------------------------------------------------------------------------------------------------
 # Rows on disk -> groups of rewarded completions -> batches.
@@ -1005,6 +1121,8 @@ class Row:
     completions: list[str] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
     labelled: bool = False  # see Group
+    tokens: list[list[int]] = dataclasses.field(default_factory=list)  # of the completions, as they were sampled
+    logps: list[list[float]] = dataclasses.field(default_factory=list)  # log μ of those tokens
     passes: float = 1.0  # how often it comes in one pass over the data
 
 def source_name(spec: str) -> str:
@@ -1025,8 +1143,8 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
         prompt_id = fields.get("prompt_id")
         if prompt_id is not None and len(row.rewards) == 1 and not row.labelled:  # HALOs: a group as several rows
             if prompt_id in first_of_prompt:
-                first_of_prompt[prompt_id].completions += row.completions
-                first_of_prompt[prompt_id].rewards += row.rewards
+                for name in ("completions", "rewards", "tokens", "logps"):
+                    getattr(first_of_prompt[prompt_id], name).extend(getattr(row, name))
                 continue
             first_of_prompt[prompt_id] = row
         rows.append(row)
@@ -1131,6 +1249,11 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         key = "scores" if "scores" in known else "reward"
         require(is_number, f"{where}: '{key}' holds {value!r}; it must be a finite number")
     completions = []
+    tokens, logps = fields.get("tokens"), fields.get("logps")
+    if isinstance(tokens, list) and isinstance(logps, list) and "completion" in known:  # of a rollouts.jsonl
+        require(0 < len(tokens) == len(logps) and all(isinstance(token, int) for token in tokens),
+                f"{where}: 'tokens' and 'logps' must be lists of one length")
+        return Row(where, prompt, fields, [known["completion"]], [float(rewards[0])], labelled, [tokens], [logps])
     for key, answer in answers:  # text, an assistant's message, or a dialogue that ends in one
         last = read_messages(answer, key, where)[-1]
         require(last["role"] == "assistant",
@@ -1176,9 +1299,14 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
         prompts = encode_prompts(tokenizer, [row.prompt for row in rows])
     texts = [text for row in rows for text in row.completions]
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+    sampled = [ids for row in rows for ids in row.tokens]  # another tokenizer's are not taken
+    is_ours = max((max(ids) for ids in sampled), default=0) < len(tokenizer) and tokenizer.batch_decode(
+        sampled, skip_special_tokens=True) == [text for row in rows if row.tokens for text in row.completions]
     groups, long_prompts, long_completions, chance = [], 0, 0, random.Random(config.seed)
     for number, (row, prompt) in enumerate(zip(rows, prompts)):
         completions = [[*itertools.takewhile(lambda token: token != end, next(encoded)), end] for _ in row.completions]
+        if row.tokens and is_ours:
+            completions = row.tokens
         require(prompt, f"{row.where}: the tokenizer makes no tokens of the prompt; is it the model's own?")
         if config.max_prompt_length and len(prompt) > config.max_prompt_length:
             long_prompts += 1
@@ -1192,8 +1320,9 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
         long_completions += len(completions) - len(short)
         if len(short) == len(completions) or len(short) > 1 or online:
             completions, rewards = [completions[i] for i in short], [row.rewards[i] for i in short]
+            logps = [row.logps[i] for i in short] if row.tokens and is_ours else []
             times = int(row.passes) + (chance.random() < row.passes % 1)  # a fraction is that share of the groups
-            groups += itertools.repeat(Group(number, prompt, completions, rewards, row.labelled), times)
+            groups += itertools.repeat(Group(number, prompt, completions, rewards, row.labelled, logps=logps), times)
     if long_prompts or long_completions:
         dropped = f"{long_prompts} prompts and {long_completions} completions"
         warn(f"{flag}: dropped {dropped} as over-long; see --max-length")
@@ -1219,6 +1348,7 @@ class Batch:
     sequences: list[Sequence]
     mismatched: list[Sequence]  # KTO: prompts with another prompt's completion, for z₀
     reward: float | None  # mean reward of all completions behind the batch, where they have rewards
+    no_difference: float | None = None  # share of the groups behind it whose rewards are all the same
 
 class Batches:
     """The batches of a run, in order. Offline they are a function of the step; online they are made of rollouts.
@@ -1244,8 +1374,7 @@ class Batches:
                     "--data: prompts without completions; draw them with --sample-every 1")
             require(self.loss.unit == "example" or not any(group.labelled for group in groups),
                     "--data: labelled completions make no pairs or groups; use --loss kto, or --sample-every 1")
-            self.units = [(unit, mean(group.rewards)) for group in groups
-                          for unit in self.loss.make_units(group, config)]
+            self.units = [(unit, group) for group in groups for unit in self.loss.make_units(group, config)]
             require(self.units, "--data: no row has a best and a worst completion, so there is no pair to train on")
             self.loss.set_weights([sequence for unit, _ in self.units for sequence in unit], config)
             self.steps_per_epoch = max(1, len(self.units) // config.batch_size)
@@ -1272,18 +1401,17 @@ class Batches:
         self.loss.set_weights([sequence for group in units for unit in group for sequence in unit], self.config)
         for start in range(0, len(rollouts), self.prompts_per_step):
             here = slice(start, start + self.prompts_per_step)
-            reward = mean([mean(group.rewards) for group in rollouts[here]])
-            self.add([*itertools.chain(*units[here])][: self.config.batch_size], reward)
+            self.add([*itertools.chain(*units[here])][: self.config.batch_size], rollouts[here])
         self.rollouts_until = self.made_until
 
     def make_offline(self, until: int) -> None:
         """Offline: make the batches up to the step `until`."""
         for step in range(self.made_until + 1, until + 1):
-            units, rewards = zip(*self.choose(self.units, step, self.config.batch_size))
-            self.add(units, mean(rewards))
+            self.add(*zip(*self.choose(self.units, step, self.config.batch_size)))
 
-    def add(self, units: Iterable[list[Sequence]], reward: float) -> None:
-        """The next step's batch, of fresh sequences; for z₀ each prompt with the next other prompt's completion."""
+    def add(self, units: Iterable[list[Sequence]], groups: Iterable[Group]) -> None:
+        """The next step's batch, of fresh sequences from these groups; for z₀ each prompt with the next other prompt's
+        completion."""
         sequences = [dataclasses.replace(sequence) for unit in units for sequence in unit]
         mismatched = []
         for i, sequence in enumerate(sequences if self.loss.needs_mismatched else []):
@@ -1293,7 +1421,11 @@ class Batches:
                 room = self.longest - len(sequence.prompt)
                 mismatched.append(Sequence(sequence.prompt, other.completion[:room]))
         self.made_until += 1
-        self.pending.append(Batch(self.made_until, sequences, mismatched, reward))
+        no_difference = None
+        if self.config.sample_every or self.loss.unit == "group":
+            no_difference = mean([max(group.rewards) == min(group.rewards) for group in groups])
+        reward = mean([mean(group.rewards) for group in groups])
+        self.pending.append(Batch(self.made_until, sequences, mismatched, reward, no_difference))
 
     def take(self, step: int) -> Batch:
         """The batch of a step, to be trained on now."""
@@ -1339,18 +1471,22 @@ class Sampler:
         if self.config.shard:  # all ranks must call equally often: the surplus changes nothing
             rounds = math.ceil(len(calls) / world_size())
             numbers = [(turn * world_size() + rank()) % len(calls) for turn in range(rounds)]
-        completions, rewards = {}, {}
-        with ThreadPoolExecutor(1) as executor:
-            for number in numbers:
+        drawn, rewards, results, longest = {}, {}, {}, self.config.max_new_tokens
+        bar = tqdm(total=sum(len(calls[number]) for number in numbers) * longest, desc=f"drawing {len(repeated)}",
+                   unit="token", unit_scale=True, leave=False, delay=1, disable=True if rank() else None)
+        with ThreadPoolExecutor(1) as executor, bar:
+            for count, number in enumerate(numbers, 1):
                 groups = [repeated[i] for i in calls[number]]
                 ids, seed = [group.prompt for group in groups], seed_for(self.config.seed, "draw", step, number)
-                completions[number] = sample(self.policy, ids, self.stops, self.pad, sampling or self.config, seed)
-                texts = self.tokenizer.batch_decode(completions[number], skip_special_tokens=True)
+                on_token, settings = functools.partial(bar.update, len(groups)), sampling or self.config
+                drawn[number] = sample(self.policy, ids, self.stops, self.pad, settings, seed, on_token)
+                bar.update(sum(len(calls[number]) for number in numbers[:count]) * longest - bar.n)
+                texts = self.tokenizer.batch_decode([ids for ids, _ in drawn[number]], skip_special_tokens=True)
                 call_rows = [rows[group.row] for group in groups]
                 rewards[number] = executor.submit(self.compute_rewards, texts, call_rows)
-        results = {}
-        for number in completions:
-            results |= zip(calls[number], zip(completions[number], rewards[number].result()))
+            bar.set_description(f"rewarding {len(repeated)}")
+            for number in drawn:
+                results |= zip(calls[number], zip(drawn[number], rewards[number].result()))
         results = {i: result for part in gather_from_ranks(results) for i, result in part.items()}
         if not self.has_drawn:  # a reward with a mistake in it fails on everything, from the start
             for reward in self.rewards:
@@ -1360,9 +1496,10 @@ class Sampler:
             self.has_drawn = True
         rollouts = []
         for number, group in enumerate(prompts):
-            completions, parts = zip(*(results[i] for i in range(number * size, (number + 1) * size)))
+            samples, parts = zip(*(results[i] for i in range(number * size, (number + 1) * size)))
+            completions, logps = map(list, zip(*samples))
             rewards = [self.total(values) for values in parts]
-            rollouts.append(Group(group.row, group.prompt, list(completions), rewards, parts=list(parts)))
+            rollouts.append(Group(group.row, group.prompt, completions, rewards, parts=list(parts), logps=logps))
         return rollouts
 
     def compute_rewards(self, texts: list[str], rows: list[Row]) -> list[list[float | None]]:
@@ -1376,27 +1513,28 @@ class Sampler:
         values = [self.config.reward_failed if value is None else value for value in parts]
         return sum(reward.weight * value for reward, value in zip(self.rewards, values))
 
-    def report(self, rollouts: list[Group]) -> dict[str, float]:
-        """What the metrics say of rollouts that were just drawn: where there are several rewards the mean of each that
-        did not fail, and where some failed how many."""
-        report = {}
-        for reward, values in zip(self.rewards, zip(*(parts for group in rollouts for parts in group.parts))):
-            given = [value for value in values if value is not None]
-            if len(self.rewards) > 1 and given:
-                report[f"reward_{reward.short_name}"] = mean(given)
-            if len(given) < len(values):
-                report[f"failed_{reward.short_name}"] = len(values) - len(given)
-        return report
-
 @torch.no_grad()
-def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int, config: Config,
-           seed: int) -> list[list[int]]:
-    """One completion per prompt from one call of `model.generate`: ids as sampled, up to and with the first of `stops`;
-    one that ends without hit --max-new-tokens. The draws are a function of `seed`; the global random state stays as it
-    was."""
-    from transformers import GenerationConfig
-    settings = GenerationConfig(do_sample=True, temperature=config.temperature, top_p=config.top_p, top_k=0,
-                                max_new_tokens=config.max_new_tokens, eos_token_id=stops, pad_token_id=pad)
+def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int, config: Config, seed: int,
+           on_token: Callable[[], Any] = lambda: None) -> list[tuple[list[int], list[float]]]:
+    """One completion per prompt from one call of `model.generate`: ids as sampled, up to and with the first of `stops`,
+    and the log-prob of each under the distribution that it was drawn from, to five digits; one that ends without a stop
+    hit --max-new-tokens. The draws are a function of `seed`; the global random state stays as it was. on_token() is
+    called for each position."""
+    from transformers import GenerationConfig, TemperatureLogitsWarper, TopPLogitsWarper
+    logps: list[Tensor] = []  # (N, 1) for each position
+    last: list[Tensor] = []  # (N, vocabulary) log-probs of the position that was drawn last
+
+    def record(ids: Tensor, scores: Tensor) -> Tensor:
+        logps.extend(before.gather(1, ids[:, -1:]) for before in last)
+        last[:] = [scores.log_softmax(-1)]
+        on_token()
+        return scores
+
+    settings = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0, eos_token_id=stops,
+                                pad_token_id=pad, max_new_tokens=config.max_new_tokens)
+    # Given here and not in `settings`, as those come behind what is given here.
+    processors = [TemperatureLogitsWarper(config.temperature)] if config.temperature != 1 else []
+    processors += [TopPLogitsWarper(config.top_p)] if config.top_p < 1 else []
     ids = padded(prompts, pad, "left").to(policy.device)
     mask = padded([[1] * len(prompt) for prompt in prompts], 0, "left").to(policy.device)
     was_training, model_settings = policy.training, policy.generation_config
@@ -1408,14 +1546,16 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int,
     try:
         with torch.random.fork_rng(devices), mixed_precision(policy.device, config), eager:
             torch.manual_seed(seed)
-            drawn = policy.generate(ids, attention_mask=mask, generation_config=settings, synced_gpus=config.shard)
+            drawn = policy.generate(ids, attention_mask=mask, generation_config=settings, synced_gpus=config.shard,
+                                    logits_processor=[*processors, record])
     finally:
         policy.train(was_training)
         policy.generation_config = model_settings
+    record(drawn, last[0])
     completions = []
-    for tokens in drawn[:, ids.shape[1] :].tolist():
+    for tokens, values in zip(drawn[:, ids.shape[1] :].tolist(), torch.cat(logps, 1).tolist()):
         end = next((i for i, token in enumerate(tokens, 1) if token in stops), len(tokens))
-        completions.append(tokens[:end])
+        completions.append((tokens[:end], [round(value, 5) for value in values[:end]]))
     return completions
 
 def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
@@ -1668,7 +1808,7 @@ class Reference:
     def attach_to_pending(self, name: str, first: int, last: int) -> None:
         """The log-probs of the pending batches from step `first` to `last`, by the policy as it is."""
         batches = [batch for batch in self.batches.pending if first <= batch.step <= last]
-        for batch in tqdm(batches, desc="reference", leave=False, disable=len(batches) < 64 or None):
+        for batch in tqdm(batches, desc="reference", leave=False, delay=1, disable=True if rank() else None):
             attach_logps(name, self.policy, batch, self.config)
 
     def after_rollouts(self, step: int) -> None:
@@ -1720,6 +1860,7 @@ def attach_logps(name: Literal["ref_logps", "old_logps"], model: Module, batch: 
     values = lambda microbatch: log_probs(model, microbatch, logits_temperature(config))[0]
     with mixed_precision(model.device, config):
         for sequences in (batch.sequences, batch.mismatched):
+            sequences = [sequence for sequence in sequences if not LOSSES[config.loss].is_idle(sequence, config)]
             for sequence, logps in zip(sequences, completion_values(model, sequences, config, values)):
                 setattr(sequence, name, logps.clone())
 
@@ -1732,7 +1873,8 @@ def completion_values(model: Module, sequences: list[Sequence], config: Config,
     ranks share the work, and all know the result."""
     def compute() -> list[Tensor]:
         parts = [torch.zeros(len(sequence.completion), device=model.device) for sequence in sequences]
-        for microbatch in cut(sequences, config):
+        microbatches = cut(sequences, config)
+        for microbatch in tqdm(microbatches, desc="log-probs", leave=False, delay=2, disable=True if rank() else None):
             for sequence, value in zip(microbatch, completion_parts(values(microbatch), microbatch)):
                 parts[sequence.index] = value
         return parts
@@ -1816,7 +1958,8 @@ def pack(widths: list[int], tokens: float, heights: list[int] | None = None) -> 
         height += rows
     return packed
 
-def log_probs(model: Module, sequences: list[Sequence], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def log_probs(model: Module, sequences: list[Sequence], temperature: float = 1.0,
+              note_entropy: Callable[[Tensor], None] | None = None) -> tuple[Tensor, Tensor]:
     """log π(y_t | x, y_<t) of every completion token: (N, T) log-probs, 0 elsewhere, and the (N, T) mask.
 
     Sequences are padded on the right, so that no completion token can attend to padding and no mask is needed. Where
@@ -1848,7 +1991,7 @@ def log_probs(model: Module, sequences: list[Sequence], temperature: float = 1.0
         layout = dict(position_ids=on_device(padded(positions, 0)), attention_mask=attends.tril()[:, None])
     # The labels stay on the CPU, so that picking their positions keeps no GPU waiting.
     compute = getattr(model, "completion_logps", functools.partial(completion_logps, model))
-    logps = compute(padded(ids, 0).to(model.device), labels, temperature, **layout)
+    logps = compute(padded(ids, 0).to(model.device), labels, temperature, note_entropy, **layout)
     if shared:  # from rows of several completions to a row for each
         values = logps.flatten().index_select(0, on_device(mask.flatten().nonzero()[:, 0]))
         mask = padded([[0] * (len(s.prompt) - 1) + [1] * len(s.completion) for s in sequences], 0).bool()
@@ -1856,7 +1999,8 @@ def log_probs(model: Module, sequences: list[Sequence], temperature: float = 1.0
         logps = logps.new_zeros(mask.shape).index_put(places, values)
     return logps, on_device(mask)
 
-def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: float = 1.0, **layout: Tensor) -> Tensor:
+def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: float = 1.0,
+                     note_entropy: Callable[[Tensor], None] | None = None, **layout: Tensor) -> Tensor:
     """Log-probs of `labels` (N, T) from token ids (N, T), by the model's trunk and its output head: (N, T).
 
     layout: position_ids (N, T) and attention_mask (N, 1, T, T), where rows hold more than one sequence.
@@ -1864,7 +2008,8 @@ def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: fl
     hidden = model.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
     head, text = model.get_output_embeddings(), model.config.get_text_config()
     softcap = getattr(text, "final_logit_softcapping", None)
-    return token_logps(hidden, head.weight, labels, head.bias, softcap, temperature=temperature)
+    return token_logps(hidden, head.weight, labels, head.bias, softcap, temperature=temperature,
+                       note_entropy=note_entropy)
 
 def completion_parts(values: Tensor, sequences: list[Sequence]) -> list[Tensor]:
     """The completion tokens of each row of an (N, T) tensor, as `log_probs` lays them out."""
@@ -1883,7 +2028,8 @@ def padded(rows: list[list[int]], value: int, side: str = "right") -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 
 def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, bias: Tensor | None = None,
-                softcap: float | None = None, chunk_size: int = 512, temperature: float = 1.0) -> Tensor:
+                softcap: float | None = None, chunk_size: int = 512, temperature: float = 1.0,
+                note_entropy=None) -> Tensor:
     """Log-probabilities of `labels`, from the hidden states that predict them.
 
     Only positions with a label meet the output head, `chunk_size` of them at a time, so that memory grows with
@@ -1898,6 +2044,7 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, bias: Te
         bias: (V,) bias of the output head.
         softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2.
         temperature: then they are divided by this, as they were for sampling.
+        note_entropy: called for each chunk with the entropies, in nats, at every 8th of its positions.
     Returns:
         (N, T) log-probabilities in nats, exactly 0 where the label is -100.
     """
@@ -1910,7 +2057,8 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, bias: Te
     picked = hidden.flatten(0, 1).index_select(0, n * hidden.shape[1] + t)
     with torch.autocast(hidden.device.type, enabled=False):
         keep = 2 if torch.is_grad_enabled() else 1
-        logps = TokenLogps.apply(picked, lm_head_weight, bias, labels, softcap, temperature, chunk_size, keep)
+        logps = TokenLogps.apply(picked, lm_head_weight, bias, labels, softcap, temperature, chunk_size, keep,
+                                 note_entropy)
     return logps.new_zeros(hidden.shape[:2]).index_put((n, t), logps)
 
 class TokenLogps(torch.autograd.Function):
@@ -1920,11 +2068,12 @@ class TokenLogps(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, softcap, temperature, chunk, keep):
+    def forward(ctx, hidden, weight, bias, labels, softcap, temperature, chunk, keep, note_entropy):
         logps, ctx.kept = [], []
         for rows, label in zip(hidden.split(chunk), labels[:, None].split(chunk)):
             out = ctx.kept.pop(0)[0] if len(ctx.kept) == keep else None
-            out, scale, chunk_logps = TokenLogps.of_chunk(out, rows, weight, bias, label, softcap, temperature)
+            out, scale, chunk_logps = TokenLogps.of_chunk(
+                out, rows, weight, bias, label, softcap, temperature, note_entropy)
             logps.append(chunk_logps[:, 0])
             ctx.kept.append((out, scale))
         ctx.save_for_backward(hidden, weight, bias, labels)
@@ -1951,10 +2100,10 @@ class TokenLogps(torch.autograd.Function):
                 d_weight.addmm_(d_logits.T, (hidden[here] * factor).to(weight.dtype))
             if d_bias is not None:
                 d_bias += (factor.T @ out)[0]
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
 
     @staticmethod
-    def of_chunk(out, hidden, weight, bias, labels, softcap, temperature):
+    def of_chunk(out, hidden, weight, bias, labels, softcap, temperature, note_entropy=None):
         """For n tokens: -d log-prob / d logits times a scale (n, V), that scale (n, 1), and the log-probs (n, 1)."""
         if out is None or len(out) < len(hidden):
             dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -1970,7 +2119,10 @@ class TokenLogps(torch.autograd.Function):
         if temperature != 1:
             out /= temperature
         label_logits, largest = out.gather(1, labels), out.amax(1, keepdim=True)
+        some = None if note_entropy is None else out[::8] - largest[::8]
         scale = out.sub_(largest).exp_().sum(1, keepdim=True)
+        if some is not None:  # log Σ exp(l) - Σ p l, with the logits l less the largest
+            note_entropy(scale[::8, 0].log() - some.mul_(out[::8]).sum(1) / scale[::8, 0])
         out.scatter_add_(1, labels, -scale)  # softmax - onehot(label), times the scale
         logps = label_logits - largest - scale.log()
         return out if softcap is None else out.mul_(slope), scale * temperature, logps
@@ -2154,7 +2306,7 @@ def find_checkpoint(config: Config) -> Path | None:
 
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
 FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
-                  "microbatch_tokens share_prompts compile shard checkpoint_activations track").split()
+                  "microbatch_tokens share_prompts compile shard checkpoint_activations track rollouts").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
     """Put everything back; returns the step that was the last. Raises UserError where the settings differ."""

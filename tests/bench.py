@@ -367,7 +367,7 @@ def decoding(folder: Path, load: Workload, rounds: int) -> None:
             drawn = policy.generate_batch(inputs=prompts, generation_config=GenerationConfig(**settings))
         return sum(len(output.generated_tokens) for output in drawn.values())
 
-    trainers = lambda: sum(map(len, humanline.sample(policy, prompts, stops, 0, config, 0)))
+    trainers = lambda: sum(map(len, (ids for ids, _ in humanline.sample(policy, prompts, stops, 0, config, 0))))
     ways = {"generate, as the trainer calls it": trainers, "generate, static cache": static,
             "generate_batch (continuous batching)": continuous}
     rates = {name: [] for name in ways}

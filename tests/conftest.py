@@ -146,7 +146,7 @@ def metrics(folder: Path) -> list[dict]:
 
 def timeless(folder: Path) -> list[dict]:
     """The metrics that two runs can share."""
-    return [{key: value for key, value in line.items() if "seconds" not in key} for line in metrics(folder)]
+    return [{key: value for key, value in line.items() if "second" not in key} for line in metrics(folder)]
 
 
 def same_weights(a: Path, b: Path) -> bool:

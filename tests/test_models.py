@@ -358,7 +358,7 @@ def test_sampling_stops_at_every_token_that_ends_an_answer(folder, family):
     assert stops[0] == tokenizer.convert_tokens_to_ids(FAMILIES[family][3]) and tokenizer.eos_token_id in stops
     prompts = encoded_prompts(tokenizer, "short", PROMPT, PROMPT * 3)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
-    drawn = humanline.sample(policy, prompts * 40, stops, pad, config, 0)
+    drawn = [ids for ids, _ in humanline.sample(policy, prompts * 40, stops, pad, config, 0)]
     ended = [ids for ids in drawn if ids[-1] in stops]
     assert ended and all(1 <= len(ids) <= 40 and not set(ids[:-1]) & set(stops) for ids in drawn)
 
@@ -368,7 +368,7 @@ def test_the_models_own_generation_settings_do_not_reach_the_samples_but_the_fin
                     suppress_tokens=[*range(40, 300)])
     model = copy_of(folder("qwen2"), tmp_path / "model", generation_config=settings)
 
-    def draw(path: str) -> list[list[int]]:
+    def draw(path: str) -> list[tuple[list[int], list[float]]]:
         policy, tokenizer, config = load(path, max_new_tokens=20)
         prompts = encoded_prompts(tokenizer, PROMPT) * 30
         return humanline.sample(policy, prompts, humanline.stop_ids(policy, tokenizer), 0, config, 0)
@@ -393,7 +393,7 @@ def test_padding_a_prompt_on_the_left_changes_no_sample(folder):
         policy, tokenizer, config = load(folder(family), max_new_tokens=1, temperature=1e-4)
         prompts = encoded_prompts(tokenizer, "short", PROMPT, PROMPT * 3)
         likeliest = [int(policy(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) for ids in prompts]
-        assert [ids[0] for ids in humanline.sample(policy, prompts, [0], 0, config, 0)] == likeliest, family
+        assert [ids[0] for ids, _ in humanline.sample(policy, prompts, [0], 0, config, 0)] == likeliest, family
 
 
 def test_system_message_and_prompt_template_reach_the_model(folder):
@@ -607,9 +607,9 @@ def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folde
         drawn[-1] += [group.completions for group in rollouts]
         return rollouts
 
-    def spied_log_probs(model, sequences):
+    def spied_log_probs(model, sequences, *args):
         sharing[-1].add((any(sequence.shares_prompt for sequence in sequences), torch.is_grad_enabled()))
-        return log_probs(model, sequences)
+        return log_probs(model, sequences, *args)
 
     monkeypatch.setattr(humanline.Sampler, "draw_rollouts", spied_draw)
     monkeypatch.setattr(humanline, "log_probs", spied_log_probs)
