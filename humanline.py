@@ -114,6 +114,14 @@ class Config:
     beta_p: float = 1.0  # See --gamma-p.
     beta_r: float = 1.0  # See --gamma-r.
 
+    # What keeps a run from falling apart on data that others drew, or that it drew long ago. Not in the paper.
+    taper: bool = False
+    """Push a completion down only as far as the policy still says it: a worse completion's gradient has the weight
+    min(1, π_θ / π_sampler). Without this a sync makes room to push it down without end."""
+    prior: float = 0.0
+    """Judge each group as if it held this many rollouts more, with the mean reward of all (1 is good). So a group that
+    is all right still says that it is, where it would be forgotten for what other groups teach."""
+
     # The objectives' own knobs.
     beta: float = 0.1  # DPO and KTO: how strongly the policy is held to the reference.
     desirable_weight: float | None = None
@@ -277,25 +285,29 @@ def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: flo
     gains, losses = desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain)
     return torch.where(desirable.bool(), gains, losses)
 
-def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scale: bool = True) -> Tensor:
+def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scale: bool = True, prior: float = 0.0,
+                     prior_mean: float = 0.0) -> Tensor:
     """A_i = (r_i - mean) / (std + eps) within each group, with the population standard deviation (Shao et al. 2024).
 
     Args:
         rewards: (N,) floats.
         group_ids: (N,) integers; equal ids form a group, in any order.
         scale: False leaves the division out (Dr. GRPO, Liu et al. 2025).
+        prior, prior_mean: mean and std are those of the group and `prior` more rollouts with this reward.
     Returns:
-        (N,) advantages, zero-mean in each group; 0 for a group of one or without a difference.
+        (N,) advantages. Without a prior zero-mean in each group, and 0 for a group of one or without a difference.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 7.0, 7.0]), torch.tensor([3, 3, 5, 5]))
     tensor([ 0.9804, -0.9804,  0.0000,  0.0000])
     """
     _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(counts), dtype=rewards.dtype, device=rewards.device)
-    centred = rewards - (sums.index_add(0, index, rewards) / counts)[index]
+    means = (sums.index_add(0, index, rewards) + prior * prior_mean) / (counts + prior)
+    centred = rewards - means[index]
     if not scale:
         return centred
-    std = (sums.index_add(0, index, centred**2) / counts).sqrt()
+    squares = sums.index_add(0, index, centred**2) + prior * (prior_mean - means) ** 2
+    std = (squares / (counts + prior)).sqrt()
     return centred / (std[index] + eps)
 
 def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor, epsilon: float = 0.2,
@@ -333,6 +345,20 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     means = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return means * mask
 
+def staleness_weight(log_ratio_to_sampler: Tensor, is_worse: Tensor) -> Tensor:
+    """min(1, Π_t π_θ / μ) of each worse completion, 1 of each other (Le Roux et al. 2025, TOPR). It scales the gradient
+    of the log-ratio, upstream of any loss: what the policy says as often as the sampler did is pushed down with full
+    weight, and what it hardly says any more is left alone, as online, where it would hardly be drawn.
+
+    Args:
+        log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions; no gradient flows into it.
+        is_worse: (N,) booleans: rejected, undesirable, or with a negative advantage.
+    Returns:
+        (N, 1) weights from 0 to 1.
+    """
+    weights = log_ratio_to_sampler.detach().sum(-1, keepdim=True).clamp(max=0).exp()
+    return torch.where(is_worse[:, None], weights, torch.ones_like(weights))
+
 def token_kl(log_ratio: Tensor) -> Tensor:
     """exp(-d) + d - 1 >= 0, whose mean over the policy's samples is KL(π_θ || π_ref), in nats (Schulman 2020, "k3")."""
     return torch.expm1(-log_ratio) + log_ratio
@@ -363,6 +389,7 @@ class Sequence:
     weight: float = 1.0  # KTO: λ_D or λ_U
     ref_logps: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t); None: the reference is the policy
     old_logps: Tensor | None = None  # the same of the old policy, where the loss needs both; see `takes_old_policy`
+    sampler_logps: Tensor | None = None  # the same of whatever produced the completion, where --taper asks for it
     rejected_tokens: Tensor | None = None  # (len(completion),) booleans, with --perception sample
     shares_prompt: bool = False  # lies behind the sequence before it in one row of the forward pass; see `cut`
     index: int = 0  # its place in the batch
@@ -382,27 +409,42 @@ class LossInputs:
     weights: Tensor  # (N,)
     kl: Tensor | None  # () z₀, in nats, for a loss with `needs_mismatched`
 
-def group_with_advantages(group: Group, config: Config) -> list[list[Sequence]]:
+def sequences_of(group: Group, **fields: list) -> list[Sequence]:
+    """A group's completions as sequences. fields: a list of values each, one for each completion."""
+    logps = [torch.tensor(values) for values in group.logps] or [None] * len(group.completions)
+    return [Sequence(group.prompt, completion, group.row, sampler_logps=logps[i],
+                     **{name: values[i] for name, values in fields.items()})
+            for i, completion in enumerate(group.completions)]
+
+def group_with_advantages(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
     """GRPO: the whole group is one unit."""
     rewards, ids = torch.tensor(group.rewards, dtype=torch.float64), torch.zeros(len(group.rewards), dtype=torch.long)
-    advantages = group_advantages(rewards, ids, scale=config.scale_rewards).tolist()
-    return [[Sequence(group.prompt, completion, group.row, advantage=advantage, is_chosen=advantage > 0)
-             for completion, advantage in zip(group.completions, advantages)]]
+    advantages = group_advantages(rewards, ids, 0.01, config.scale_rewards, config.prior, mean_reward).tolist()
+    return [sequences_of(group, advantage=advantages, is_chosen=[advantage > 0 for advantage in advantages])]
 
-def best_against_worst(group: Group, config: Config) -> list[list[Sequence]]:
-    """DPO: the best and the worst completion are a pair; without a difference there is none."""
-    rewards = group.rewards
+def best_against_worst(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
+    """DPO: the best and the worst completion are a pair. Without a difference there is none, or with --prior the first
+    one against an empty completion, of which the mean reward is expected."""
+    rewards, sequences = group.rewards, sequences_of(group)
     best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
+    chosen, rejected = sequences[best], sequences[worst]
     if rewards[best] == rewards[worst]:
-        return []
-    return [[Sequence(group.prompt, group.completions[best], group.row, is_chosen=True),
-             Sequence(group.prompt, group.completions[worst], group.row)]]
+        if not config.prior or rewards[best] == mean_reward:
+            return []
+        empty = Sequence(group.prompt, [], group.row, sampler_logps=torch.zeros(0))
+        chosen, rejected = (chosen, empty) if rewards[best] > mean_reward else (empty, rejected)
+    chosen.is_chosen = True
+    return [[chosen, rejected]]
 
-def above_and_below_mean(group: Group, config: Config) -> list[list[Sequence]]:
-    """KTO: each completion is an example; desirable are those above the group's mean, or labelled so."""
-    threshold = 0.5 if group.labelled else float(torch.tensor(group.rewards, dtype=torch.float64).mean())
-    return [[Sequence(group.prompt, completion, group.row, is_chosen=reward > threshold)]
-            for completion, reward in zip(group.completions, group.rewards)]
+def above_and_below_mean(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
+    """KTO: each completion is an example; desirable are those above the group's mean, or labelled so. A group without a
+    difference gives none, but for --prior, which takes the mean reward of all into that mean."""
+    rewards = torch.tensor(group.rewards, dtype=torch.float64)
+    threshold = 0.5 if group.labelled else float((rewards.sum() + config.prior * mean_reward)
+                                                 / (len(rewards) + config.prior))
+    if not group.labelled and not config.prior and rewards.max() == rewards.min():
+        return []
+    return [[sequence] for sequence in sequences_of(group, is_chosen=[reward > threshold for reward in group.rewards])]
 
 def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
     """λ_D and λ_U. By default λ_D n_D = λ_U n_U (Ethayarajh et al. 2024, section 4.2): a loss that pushes down more
@@ -434,7 +476,7 @@ class Loss:
     """
 
     compute: Callable[[LossInputs, Config], Tensor]
-    make_units: Callable[[Group, Config], list[list[Sequence]]]
+    make_units: Callable[[Group, Config, float], list[list[Sequence]]]  # the float: mean reward of all groups
     unit: Literal["group", "pair", "example"]  # what --batch-size counts; a pair lies as chosen, rejected
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # where they differ from DEFAULTS
     embedded_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # the same, from EMBEDDED_DEFAULTS
@@ -538,9 +580,13 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         for microbatch in cut(trained, config):
             entropies: list[Tensor] = []
             log_ratio, ref_log_ratio, mask, logps = log_ratios(policy, microbatch, config, entropies.append)  # forward
-            perceived, passes = perceive(log_ratio, microbatch, config)
             sequences = microbatch or [Sequence([], [])]
             chosen = torch.tensor([s.is_chosen for s in sequences], device=device)
+            if config.taper and microbatch:
+                sampler_logps = pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
+                weight = staleness_weight(logps - sampler_logps, ~chosen)
+                log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
+            perceived, passes = perceive(log_ratio, microbatch, config)
             advantages = torch.tensor([s.advantage for s in sequences], device=device)
             weights = torch.tensor([s.weight for s in sequences], device=device)
             inputs = LossInputs(ref_log_ratio, perceived, mask, advantages, chosen, weights, kl)
@@ -1374,8 +1420,10 @@ class Batches:
                     "--data: prompts without completions; draw them with --sample-every 1")
             require(self.loss.unit == "example" or not any(group.labelled for group in groups),
                     "--data: labelled completions make no pairs or groups; use --loss kto, or --sample-every 1")
-            self.units = [(unit, group) for group in groups for unit in self.loss.make_units(group, config)]
-            require(self.units, "--data: no row has a best and a worst completion, so there is no pair to train on")
+            mean_reward = mean([mean(group.rewards) for group in groups])
+            self.units = [(unit, group) for group in groups
+                          for unit in self.loss.make_units(group, config, mean_reward)]
+            require(self.units, "--data: no row has a better and a worse completion, so there is nothing to train on")
             self.loss.set_weights([sequence for unit, _ in self.units for sequence in unit], config)
             self.steps_per_epoch = max(1, len(self.units) // config.batch_size)
 
@@ -1397,7 +1445,8 @@ class Batches:
 
     def add_rollouts(self, rollouts: list[Group], step: int) -> None:
         """Online: make the batches from `step` on of the rollouts of `next_prompts(step)`."""
-        units = [self.loss.make_units(group, self.config) for group in rollouts]
+        mean_reward = mean([mean(group.rewards) for group in rollouts])
+        units = [self.loss.make_units(group, self.config, mean_reward) for group in rollouts]
         self.loss.set_weights([sequence for group in units for unit in group for sequence in unit], self.config)
         for start in range(0, len(rollouts), self.prompts_per_step):
             here = slice(start, start + self.prompts_per_step)
@@ -1426,6 +1475,12 @@ class Batches:
             no_difference = mean([max(group.rewards) == min(group.rewards) for group in groups])
         reward = mean([mean(group.rewards) for group in groups])
         self.pending.append(Batch(self.made_until, sequences, mismatched, reward, no_difference))
+
+    def units_until(self, step: int) -> list[list[Sequence]]:
+        """Offline: the units that the batches up to a step are made of, each once."""
+        numbers = range(len(self.units))
+        used = {i for step in range(1, step + 1) for i in self.choose(numbers, step, self.config.batch_size)}
+        return [self.units[i][0] for i in sorted(used)]
 
     def take(self, step: int) -> Batch:
         """The batch of a step, to be trained on now."""
@@ -1782,6 +1837,9 @@ class Reference:
         if is_asked and self.apart and self.model is None:
             self.put_weights_aside()  # the initial policy's, for the whole run
         self.until = 0  # the last step that the present reference serves
+        if config.taper and not config.sample_every:  # unknown samplers: the initial policy stands in
+            unknown = [s for unit in batches.units_until(config.steps) for s in unit if s.sampler_logps is None]
+            attach_logps("sampler_logps", policy, Batch(0, unknown, [], None), config)
 
     def sync(self, step: int) -> None:
         """π_ref ← π_θ, for the steps after `step`."""
@@ -1855,8 +1913,9 @@ class Reference:
         finally:
             swap()
 
-def attach_logps(name: Literal["ref_logps", "old_logps"], model: Module, batch: Batch, config: Config) -> None:
-    """Write `model`'s log-probs into the batch as the reference's or the old policy's."""
+def attach_logps(name: Literal["ref_logps", "old_logps", "sampler_logps"], model: Module, batch: Batch,
+                 config: Config) -> None:
+    """Write `model`'s log-probs into the batch as those of the reference, the old policy or the sampler."""
     values = lambda microbatch: log_probs(model, microbatch, logits_temperature(config))[0]
     with mixed_precision(model.device, config):
         for sequences in (batch.sequences, batch.mismatched):
@@ -2353,7 +2412,7 @@ def restore_batch(saved: dict) -> Batch:
     for kind in ("sequences", "mismatched"):
         saved[kind] = [Sequence(**fields) for fields in saved[kind]]
         for sequence in saved[kind]:
-            for name in ("ref_logps", "old_logps"):
+            for name in ("ref_logps", "old_logps", "sampler_logps"):
                 logps = getattr(sequence, name)
                 setattr(sequence, name, None if logps is None else torch.tensor(logps))
     return Batch(**saved)
@@ -2506,7 +2565,7 @@ def check_config(config: Config) -> None:
     """Raises UserError for a value that makes no sense, naming the flag and what to type instead."""
     limits = (  # what a value must do, whether it does, and of which fields
         ("be 0 or more", lambda value: 0 <= value < math.inf,
-         "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high"),
+         "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high prior"),
         ("be 1 or more", lambda value: value >= 1, "max_new_tokens sample_tokens steps max_prompt_length "
          "microbatch_tokens keep eval_prompts eval_samples limit"),
         ("lie from 1 to 1,000,000", lambda value: 1 <= value <= 10**6, "batch_size group_size"),
@@ -2561,8 +2620,9 @@ def in_words(config: Config) -> dict[str, str]:
     name, syncs = config.loss.upper(), is_synced(config)
     objective = {(True, True): f"{name} with humanline", (True, False): f"{name} with syncing only",
                  (False, True): f"{name} with perception only", (False, False): f"plain {name}"}
+    more = [text for text, is_so in (("a taper", config.taper), (f"a prior of {config.prior:g}", config.prior)) if is_so]
     base = config.model if on_hub(config.model) else re.sub(r"[^\w.-]+", "-", Path(config.model).name)  # no path
-    return dict(objective=objective[syncs, config.perception != "none"], anchor=anchor, base=base,
+    return dict(objective=", ".join([objective[syncs, config.perception != "none"], *more]), anchor=anchor, base=base,
                 sources=" ".join(config.data), perceived=perceptions.get(config.perception, "nothing"))
 
 def describe(config: Config, policy: Module, groups: list[Group], reference: Reference, first: int) -> None:

@@ -25,7 +25,7 @@ def sampler_of(tiny, **settings):
 
 
 def units(loss, *groups):
-    return [unit for group in groups for unit in LOSSES[loss].make_units(group, Config())]
+    return [unit for group in groups for unit in LOSSES[loss].make_units(group, Config(), 0.5)]
 
 
 def chosen(loss, group):

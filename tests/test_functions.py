@@ -429,6 +429,7 @@ PASTED = {
     "grpo_loss": lambda: [(normal(0, 4, 9), normal(1, 4, 9), normal(2, 4)),
                           (normal(0, 4, 9), normal(1, 4, 9), normal(2, 4), 0.3, 0.1)],
     "sequence_log_ratio": lambda: [(normal(0, 4, 9), normal(1, 4, 9) > 0)],
+    "staleness_weight": lambda: [(normal(0, 4, 9), normal(1, 4) > 0)],
     "token_kl": lambda: [(normal(0, 4, 9),)],
     "token_logps": lambda: [(*parameters()[:2], LABELS), (*parameters()[:2], LABELS, parameters()[2], 2.0, 5)],
 }
@@ -439,7 +440,7 @@ def test_a_function_pasted_with_what_its_docstring_names_does_the_same_elsewhere
     def value_and_gradients(function, arguments):
         leaves = [x.requires_grad_() for x in arguments if isinstance(x, torch.Tensor) and x.is_floating_point()]
         value = function(*arguments)
-        if not value.requires_grad:  # booleans
+        if not value.requires_grad:  # booleans and weights
             return [value]
         upstream = torch.linspace(0.5, 2, value.numel(), dtype=value.dtype).view_as(value)
         return [value, *torch.autograd.grad(value, leaves, upstream, allow_unused=True, materialize_grads=True)]
@@ -449,7 +450,7 @@ def test_a_function_pasted_with_what_its_docstring_names_does_the_same_elsewhere
         expected = value_and_gradients(getattr(humanline, name), ours)
         results = value_and_gradients(pasted(name)[name], theirs)
         torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)  # NaN: the slope of √0
-        assert len(results) > 1 or name == "humanline_rejected"
+        assert len(results) > 1 or name in ("humanline_rejected", "staleness_weight")
 
 
 def test_every_public_function_of_tensors_can_be_pasted():

@@ -171,7 +171,7 @@ def test_dr_grpo_has_no_division_by_the_deviation_nor_by_a_sequences_length(tiny
     rewards, ids = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long)
     assert group_advantages(rewards, ids, scale=False).tolist() == [0.75, -0.25, -0.25, -0.25]
     group = Group(0, [1], [[2]] * 4, rewards.tolist())
-    [unit] = humanline.LOSSES["grpo"].make_units(group, Config(scale_rewards=False))
+    [unit] = humanline.LOSSES["grpo"].make_units(group, Config(scale_rewards=False), 0.5)
     assert [s.advantage for s in unit] == [0.75, -0.25, -0.25, -0.25]
     losses, mask, batch = torch.rand(8, 5), torch.rand(8, 5) > 0.3, random_batch("grpo")
     config = Config(average="constant", max_new_tokens=16)

@@ -225,7 +225,7 @@ def batch_of(equal: int, different: int, like="grpo"):
         rewards = [1.0] * 4 if number < equal else [0.0, 1.0, 0.5, 0.0]
         prompt, completions = [10 + number, 11, 12], [[20 + i, 30 + number, 3][i % 2 :] for i in range(4)]
         groups.append(Group(number, prompt, completions, rewards))
-    units = [unit for group in groups for unit in humanline.LOSSES["grpo"].make_units(group, config)]
+    units = [unit for group in groups for unit in humanline.LOSSES["grpo"].make_units(group, config, 0.5)]
     sequences = [sequence for unit in units for sequence in unit]
     return humanline.Batch(1, sequences, [], 0.5, equal / (equal + different))
 

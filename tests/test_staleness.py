@@ -1,0 +1,141 @@
+"""The taper and the prior: what keeps offline data from being pushed down without end, and what is known from being lost."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from conftest import metrics, random_batch, same_weights, timeless, write_jsonl
+
+import humanline
+from humanline import LOSSES, Batch, Config, Group, Sequence, group_advantages, staleness_weight
+from test_training import gradient, policy_of
+
+
+def test_the_weight_is_the_sequences_ratio_cut_at_1_and_of_the_worse_alone():
+    d = torch.tensor([[-0.5, -0.3, 0.0], [-0.5, -0.3, 0.0], [0.4, 0.2, 0.0], [-1000.0, 0.0, 0.0]])
+    weights = staleness_weight(d, torch.tensor([True, False, True, True]))
+    assert weights[:, 0].tolist() == pytest.approx([math.exp(-0.8), 1.0, 1.0, 0.0])
+    assert not staleness_weight(d.requires_grad_(), torch.ones(4, dtype=torch.bool)).requires_grad
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
+def test_the_taper_scales_the_gradient_of_the_worse_completions_and_no_value(tiny, loss):
+    policy, _, config = policy_of(tiny, loss=loss)
+    policy.double()
+    batch = random_batch(loss)
+    for s in batch.sequences + batch.mismatched:
+        s.ref_logps = s.ref_logps.double()
+        s.sampler_logps = s.ref_logps + 0.1
+    tapered = dataclasses.replace(config, taper=True)
+    plain_report, report = (humanline.forward_backward(policy, batch, c) for c in (config, tapered))
+    assert report["loss"] == pytest.approx(plain_report["loss"], abs=1e-12)
+    for s in batch.sequences:  # a sampler that hardly said it: the weight is 1
+        s.sampler_logps = s.ref_logps - 1000
+    assert torch.equal(gradient(policy, batch, config), gradient(policy, batch, tapered))
+    for s in batch.sequences:  # a sampler that was sure of it: the weight is 0
+        s.sampler_logps = s.ref_logps + 1000
+    of_better = gradient(policy, batch, tapered)
+
+    def only_better(inputs, config, compute=LOSSES[loss].compute):
+        fixed = inputs.is_chosen[:, None]
+        d = torch.where(fixed, inputs.perceived, inputs.perceived.detach())
+        return compute(dataclasses.replace(inputs, perceived=d), config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOSSES, loss, dataclasses.replace(LOSSES[loss], compute=only_better))
+        expected = gradient(policy, batch, config)
+    assert expected.abs().max() > 0 and torch.allclose(of_better, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
+def test_offline_the_initial_policy_stands_in_for_an_unknown_sampler(run, tiny, monkeypatch, loss):
+    seen, forward = [], humanline.forward_backward
+    monkeypatch.setattr(humanline, "forward_backward",
+                        lambda policy, batch, config: (seen.append(batch), forward(policy, batch, config))[1])
+    run(f"--loss {loss} --taper --sync-k 2 --steps 8")
+    model = policy_of(tiny)[0]
+    for batch in seen:
+        sequences = [s for s in batch.sequences if s.advantage or loss != "grpo"]
+        logps, _ = humanline.log_probs(model, sequences)
+        for s, values in zip(sequences, humanline.completion_parts(logps, sequences), strict=True):
+            torch.testing.assert_close(s.sampler_logps, values, rtol=0, atol=1e-5)
+
+
+def test_rollouts_keep_the_log_probs_of_the_policy_that_drew_them(run, tiny, monkeypatch):
+    first = run("--sample-every 4 --steps 4 --temperature 0.9")
+    lines = {(line["prompt_id"], tuple(line["tokens"])): line["logps"]
+             for line in map(json.loads, (first / "rollouts.jsonl").read_text().splitlines())}
+    known, seen, forward = list(lines.values()), [], humanline.forward_backward
+    monkeypatch.setattr(humanline, "forward_backward",
+                        lambda policy, batch, config: (seen.extend(batch.sequences), forward(policy, batch, config))[1])
+    flags = ["--model", tiny, "--data", str(first / "rollouts.jsonl"), "--lr", "1e-2"]
+    run("--taper --steps 2 --batch-size 4", flags=flags)
+    assert seen and all([round(x, 5) for x in s.sampler_logps.tolist()] in
+                        [[round(x, 5) for x in torch.tensor(values).tolist()] for values in known] for s in seen)
+
+
+@pytest.mark.parametrize("mode", ["--sync-k 3", "--sync-k 2 --sample-every 4", "--no-humanline --sample-every 4"])
+def test_both_act_and_a_resumed_run_repeats_them_bit_for_bit(run, tmp_path, mode):
+    flags = f"{mode} --steps 9 --save-every 3 --taper --prior 1"
+    whole = run(flags)
+    again = run(f"{flags} --resume {whole}/checkpoint/step-00000006", out=str(tmp_path / "again"))
+    assert timeless(again) == timeless(whole)[6:] and same_weights(again, whole)
+    plain, tapered, prior = (run(f"{mode} --steps 9 {more}") for more in ("", "--taper", "--prior 1"))
+    assert not same_weights(plain, tapered) and not same_weights(plain, prior) and not same_weights(tapered, whole)
+
+
+# The prior.
+
+def test_a_prior_is_that_many_rollouts_more_with_the_mean_reward_of_all():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    ids = torch.tensor([0, 0, 0, 1, 1, 1])
+    advantages = group_advantages(rewards, ids, prior=1.0, prior_mean=0.7)
+    for group in (0, 1):
+        longer = torch.cat([rewards[ids == group], torch.tensor([0.7], dtype=torch.float64)])
+        expected = group_advantages(longer, torch.zeros(4, dtype=torch.long))[:-1]
+        assert advantages[ids == group].tolist() == pytest.approx(expected.tolist())
+    assert (advantages[ids == 1] > 0).all()
+    assert torch.equal(group_advantages(rewards, ids, prior=0.0, prior_mean=0.7), group_advantages(rewards, ids))
+
+
+def units(loss: str, rewards: list[float], prior: float):
+    group = Group(0, [1, 2], [[3 + i, 9] for i in range(len(rewards))], rewards)
+    return LOSSES[loss].make_units(group, Config(prior=prior), 0.7)
+
+
+def test_a_group_that_is_all_right_says_so_and_one_that_is_all_wrong_too():
+    for rewards, sign in (([1.0] * 4, 1), ([0.0] * 4, -1)):
+        assert all(s.advantage == 0 for s in units("grpo", rewards, 0)[0])
+        assert all(s.advantage * sign > 0 for s in units("grpo", rewards, 1)[0])
+        assert units("kto", rewards, 0) == [] == units("dpo", rewards, 0)
+        assert [s.is_chosen for [s] in units("kto", rewards, 1)] == [sign > 0] * 4
+        [[chosen, rejected]] = units("dpo", rewards, 1)
+        assert [chosen.completion, rejected.completion] == [[3, 9], []][::sign]
+        assert chosen.is_chosen and not rejected.is_chosen
+    assert units("dpo", [0.7] * 3, 1) == []  # as good as all: nothing to say
+
+
+def test_an_empty_completion_has_a_log_ratio_of_0(tiny):
+    policy, _, config = policy_of(tiny, loss="dpo")
+    pair = [Sequence([5, 6, 7], [8, 9], is_chosen=True), Sequence([5, 6, 7], [])]
+    for s in pair:
+        s.ref_logps = torch.full((len(s.completion),), -2.0)
+    d, _, mask, logps = humanline.log_ratios(policy, pair, config)
+    assert not d[1].any() and not mask[1].any()
+    report = humanline.forward_backward(policy, Batch(1, pair, [], None), config)
+    assert report["loss"] == pytest.approx(float(-torch.nn.functional.logsigmoid(0.1 * d[0].sum())))
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_groups_without_a_difference_are_counted_and_with_a_prior_they_teach(run, tiny, tmp_path, loss, data_files):
+    rows = [dict(prompt=f"{i}", completions=["a", "b"], scores=[1.0, 1.0] if i % 2 else [0.0, 1.0]) for i in range(8)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags = f"--loss {loss} --data {path} --steps 2"
+    assert not same_weights(run(flags), run(f"{flags} --prior 1"))
+
+
+def test_the_run_says_so(run, capsys):
+    folder = run("--taper --prior 1 --steps 2")
+    assert "GRPO with humanline, a taper, a prior of 1" in (folder / "final" / "README.md").read_text()
