@@ -136,7 +136,10 @@ def test_a_run_takes_several_with_their_weights(flags, tmp_path):
     several = ["exact=8", "configs/rewards.py:length_near=0.5", "configs/rewards.py:tag_count"]
     humanline.train(humanline.parse_config([*flags, "--reward", *several]))
     lines = metrics(tmp_path / "out")
-    assert len(lines) == 2 and all(0 < line["reward"] <= 8.5 for line in lines)  # a completion has a word or more
+    for line in lines:
+        summed = 8 * line["reward_exact"] + 0.5 * line["reward_length_near"] + line["reward_tag_count"]
+        assert line["reward"] == pytest.approx(summed) and line["reward_length_near"] > 0
+    assert len(lines) == 2
 
 
 def test_a_run_without_vader_ends_in_one_line_that_says_what_to_install(flags, tmp_path, monkeypatch, capsys):
