@@ -143,3 +143,23 @@ def test_a_config_builds_its_run_on_small_stand_ins(file, stand_in, rows, tmp_pa
     lines = metrics(tmp_path / "out")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["tokens"] > 0 or config.sample_every for line in lines)
+
+
+def test_the_offline_files_train_on_what_the_online_file_draws(stand_in, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "judge.py").write_text("def spaces(prompts, completions, rows):\n"
+                                       "    return [len(text) + text.count(' ') / 9 for text in completions]\n")
+    small = ["--model", stand_in, "--reward", f"{tmp_path}/judge.py:spaces", *(
+        "--dtype float32 --steps 2 --max-new-tokens 8 --eval-prompts 2").split()]
+
+    def train(name: str, *flags: str) -> list[dict]:
+        config = ["--config", f"configs/smollm2-135m-{name}.toml", *small, *flags, "--out", str(tmp_path / name)]
+        humanline.train(humanline.parse_config(config))
+        return metrics(tmp_path / name)
+
+    assert len(train("grpo-online")) == 2
+    drawn = tmp_path / "grpo-online" / "rollouts.jsonl"
+    assert len(drawn.read_text(encoding="utf-8").splitlines()) == 2 * 4 * 8  # steps, prompts, completions
+    for loss in ("grpo", "dpo", "kto"):
+        lines = train(f"{loss}-offline-humanline", "--data", str(drawn))
+        assert len(lines) == 2 and all(line["tokens"] > 0 and line["grad_norm"] > 0 for line in lines)
