@@ -46,10 +46,12 @@ def reference_answer(row: dict) -> str | None:
 
 def final_answer(text: str) -> str:
     """A completion's answer: its last \\boxed{}, as $...$, or what follows its last #### or "answer is", or its last
-    line."""
+    line; the latter in its last <answer>…</answer>, if it has one."""
     inside = boxed(text)
     if inside is not None:
         return f"${' '.join(inside.split())}$"
+    _, tag, rest = text.rpartition("<answer>")
+    text = rest.partition("</answer>")[0] if tag else text
     for mark in ("####", r"(?i)answer(?:\s+is\b|\s*:)\s*:?"):
         parts = re.split(mark, text)
         if len(parts) > 1:

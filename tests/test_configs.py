@@ -1,5 +1,6 @@
 """Every file of configs/ is a run: it parses, says what it reproduces and needs, and trains on small stand-ins."""
 
+import importlib.util
 import re
 import tomllib
 
@@ -10,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import humanline
 
+MATH_MODES = ("online", "every-64", *(f"every-64-humanline-k{k}" for k in (12, 16, 20, 25)))
 FILES = sorted((ROOT / "configs").glob("*.toml"))
 USER = lambda text: {"role": "user", "content": text}
 ASSISTANT = lambda text: {"role": "assistant", "content": text}
@@ -28,8 +30,19 @@ def math(i: int) -> dict:
                 subject="Algebra", level=1, unique_id=f"algebra/{i}.json")
 
 
+def rollout(i: int) -> dict:
+    """A line of rollouts.jsonl: one of three completions of a prompt."""
+    return dict(step=1 + i // 6, prompt_id=str(i // 3), prompt=f"Write one sentence about a {i // 3}.",
+                completion=f"{i} is {'good' if i % 3 else 'bad'}.", reward=[-0.5, 0.25, 0.75][i % 3])
+
+
+def topic(i: int) -> dict:
+    return dict(prompt=f"Write one sentence about a {i}.", topic=str(i))
+
+
 SCHEMAS = {"princeton-nlp/llama3-ultrafeedback-armorm": armorm, "princeton-nlp/gemma2-ultrafeedback-armorm": armorm,
-           "nlile/hendrycks-MATH-benchmark": math}
+           "simplescaling/openaimath": math, "runs/smollm2-grpo-online/rollouts.jsonl": rollout,
+           "configs/topics.jsonl": topic, "configs/topics-test.jsonl": topic}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +52,7 @@ def stand_in(tmp_path_factory) -> str:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=256, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+        max_position_embeddings=1024, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -60,9 +73,33 @@ def test_the_papers_runs_are_there():
     names = {file.stem for file in FILES}
     modes = ("offline", "online", "humanline")
     assert {f"llama3-8b-{loss}-{mode}" for loss in ("dpo", "kto", "grpo") for mode in modes} <= names
-    assert {"gemma2-27b-kto-humanline"} | {f"qwen2.5-1.5b-math-grpo-{mode}" for mode in (
-        "online", "every-64", "every-64-humanline-k12", "every-64-humanline-k24")} <= names
+    assert "gemma2-27b-kto-humanline" in names and {f"qwen2.5-1.5b-math-grpo-{mode}" for mode in MATH_MODES} == {
+        name for name in names if name.startswith("qwen2.5-")}
+    assert {f"smollm2-135m-{mode}" for mode in (
+        "grpo-online", "grpo-every-16-humanline", "grpo-offline-humanline", "dpo-offline-humanline",
+        "kto-offline-humanline")} == {name for name in names if name.startswith("smollm2-")}
     assert sum(name.startswith("embedded-") for name in names) >= 3
+
+
+def test_the_math_runs_differ_in_sampling_and_humanline_alone():
+    runs = {mode: tomllib.loads((ROOT / f"configs/qwen2.5-1.5b-math-grpo-{mode}.toml").read_text(encoding="utf-8"))
+            for mode in MATH_MODES}
+    switches = ("humanline", "sync_k", "log_eps_p", "log_eps_r", "sample_every")
+    switched = {mode: tuple(run.pop(name, None) for name in switches) for mode, run in runs.items()}
+    assert all(run == runs["online"] for run in runs.values())
+    assert switched.pop("online") == (False, None, None, None, 1)
+    assert switched.pop("every-64") == (False, None, None, None, 64)
+    assert switched == {f"every-64-humanline-k{k}": (True, k, -1.5, 1.5, 64) for k in (12, 16, 20, 25)}
+
+
+def test_the_math_runs_sample_and_step_as_often_as_the_authors():
+    """What their recipes say, in their units: parts of 8 completions on each of 8 GPUs, 4 of which make a step."""
+    per_device, devices, accumulated, parts_per_drawing = 8, 8, 4, 256
+    run = tomllib.loads((ROOT / "configs/qwen2.5-1.5b-math-grpo-every-64.toml").read_text(encoding="utf-8"))
+    assert run["batch_size"] * run["group_size"] == per_device * devices * accumulated
+    assert run["sample_every"] * accumulated == parts_per_drawing
+    assert run["system"].endswith("format: <think>\n...\n</think>\n<answer>\n...\n</answer>")
+    assert "\n" not in run["system"].partition(" format:")[0] and "  " not in run["system"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -70,33 +107,59 @@ def test_a_config_says_what_it_reproduces_what_it_needs_and_where_each_value_is_
     head, _, settings = file.read_text(encoding="utf-8").partition("\n\n")
     assert all(line.startswith("#") for line in head.splitlines())
     assert "\n# Needs: " in head and f"--config configs/{file.name}" in head
-    for line in filter(None, settings.splitlines()):
+    one_line_each = re.sub(r'"""[^"]*"""', '"..."', settings)
+    for line in filter(None, one_line_each.splitlines()):
         assert re.search(r"  # (authors|paper|ours|the published loss)", line), line
     assert "GPU" in head and "from the hub" in head or "a CPU" in head
+    assert not file.stem.startswith("qwen2.5-") or "kawine/open-r1-humanline at commit 4cef58a" in head
     table, name = tomllib.loads(settings), file.stem
     assert table["loss"] in name
     assert table["humanline"] == ("humanline" in name)
-    sample_every = table.get("sample_every", 0)
-    assert ("every-64" in name) == (sample_every == 64) and ("online" in name) == (0 < sample_every < 64)
+    sample_every, stated = table.get("sample_every", 0), re.search(r"every-(\d+)", name)
+    assert sample_every == int(stated[1]) if stated else ("online" in name) == (0 < sample_every < 64)
     assert 0 <= sample_every <= 64
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_config_builds_its_run_on_small_stand_ins(file, stand_in, rows, tmp_path):
+def test_a_config_builds_its_run_on_small_stand_ins(file, stand_in, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)  # a config names files from here
     config = humanline.parse_config(["--config", str(file)])
     length = "def length(prompts, completions, rows):\n    return [len(text) for text in completions]\n"
     (tmp_path / "judge.py").write_text(length)
-    reward = f"{tmp_path}/judge.py:length" if config.reward[0].startswith("model:") else config.reward[0]
+    is_missing = lambda reward: reward.startswith("model:") or (
+        "sentiment" in reward and not importlib.util.find_spec("vaderSentiment"))
+    rewards = [f"{tmp_path}/judge.py:length" if is_missing(reward) else reward for reward in config.reward]
     data = [rows[humanline.source_name(name)] for name in config.data]
-    flags = ["--model", stand_in, "--data", *data, "--reward", reward, "--out", str(tmp_path / "out"),
-             *("--dtype float32 --steps 2 --batch-size 2 --group-size 2 --max-new-tokens 4 --max-length 200 "
-               "--max-prompt-length 150 --save-every 0 --eval-prompts 2 --no-shard").split()]
+    flags = ["--model", stand_in, "--data", *data, "--reward", *rewards, "--out", str(tmp_path / "out"),
+             *("--dtype float32 --steps 2 --batch-size 2 --group-size 2 --max-new-tokens 4 --max-length 1000 "
+               "--max-prompt-length 900 --save-every 0 --eval-prompts 2 --no-shard").split()]
     if config.eval_data:
         flags += ["--eval-data", rows[humanline.source_name(config.eval_data)]]
     short = humanline.parse_config(["--config", str(file), *flags])
-    for name in "loss humanline sync_k perception log_eps_p log_eps_r beta epsilon kl_beta sample_every".split():
+    for name in ("loss humanline sync_k perception log_eps_p log_eps_r beta epsilon kl_beta average sample_every "
+                 "temperature system").split():
         assert getattr(config, name) == getattr(short, name), name
     humanline.train(short)
     lines = metrics(tmp_path / "out")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["tokens"] > 0 or config.sample_every for line in lines)
+
+
+def test_the_offline_files_train_on_what_the_online_file_draws(stand_in, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "judge.py").write_text("def spaces(prompts, completions, rows):\n"
+                                       "    return [len(text) + text.count(' ') / 9 for text in completions]\n")
+    small = ["--model", stand_in, "--reward", f"{tmp_path}/judge.py:spaces", *(
+        "--dtype float32 --steps 2 --max-new-tokens 8 --eval-prompts 2").split()]
+
+    def train(name: str, *flags: str) -> list[dict]:
+        config = ["--config", f"configs/smollm2-135m-{name}.toml", *small, *flags, "--out", str(tmp_path / name)]
+        humanline.train(humanline.parse_config(config))
+        return metrics(tmp_path / name)
+
+    assert len(train("grpo-online")) == 2
+    drawn = tmp_path / "grpo-online" / "rollouts.jsonl"
+    assert len(drawn.read_text(encoding="utf-8").splitlines()) == 2 * 4 * 8  # steps, prompts, completions
+    for loss in ("grpo", "dpo", "kto"):
+        lines = train(f"{loss}-offline-humanline", "--data", str(drawn))
+        assert len(lines) == 2 and all(line["tokens"] > 0 and line["grad_norm"] > 0 for line in lines)
