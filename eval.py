@@ -54,18 +54,12 @@ class Settings:
 
     config: str | None = None
     """A .toml file of humanline.py's settings, for those that are no flag here. Default: the run's own config.toml."""
-    limit: int | None = None
-    """Read only this many rows of each source."""
-    reward: str | None = None
-    """What scores a completion: exact, math, model:NAME or FILE.py:function. Default: the run's, or exact."""
     system: str | None = None
     """System message in front of prompts that have none. Default: the run's."""
     prompt_template: str | None = None
     """Text around each prompt, with {prompt} where it belongs. Default: the run's."""
     max_new_tokens: int | None = None
     """Longest completion drawn. Default: the run's, or as for training."""
-    max_prompt_length: int | None = None
-    """Longest prompt, in tokens; rows with longer ones are dropped."""
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] | None = None
     """As for training."""
     temperature: float = 1.0
@@ -77,13 +71,27 @@ class Settings:
 
 
 @dataclass
-class Accuracy(Settings):
+class RowSettings(Settings):
+    """What every command that loads a model and reads rows takes."""
+
+    limit: int | None = None
+    """Read only this many rows of each source."""
+    max_prompt_length: int | None = None
+    """Longest prompt, in tokens; rows with longer ones are dropped."""
+    reward: str | None = None
+    """What scores a completion: exact, math, model:NAME or FILE.py:function. Default: the run's, or exact."""
+    reward_seconds: float | None = None
+    """Time limit of `math`, or of a reward or a judge of your own: per sample, √n times as much for a call with n."""
+
+
+@dataclass
+class Accuracy(RowSettings):
     """pass@1 and pass@k on held-out problems, one model or several side by side."""
 
     model: tuple[str, ...] = ("embedded",)
     """Models; the others are compared with the first, problem by problem."""
     data: str | None = None
-    """Rows with answers: NAME[:[CONFIG:]SPLIT]. Default: the first run's --eval-data."""
+    """Rows with answers: NAME[:[CONFIG:]SPLIT]. Default: the run's --eval-data."""
     samples: int = 8
     """Completions drawn per problem."""
     k: tuple[int, ...] | None = None
@@ -95,7 +103,7 @@ class Accuracy(Settings):
 
 
 @dataclass
-class Winrate(Settings):
+class Winrate(RowSettings):
     """How often one model's completions beat another's, or the data's own. The higher --reward wins."""
 
     model: str = "embedded"
@@ -117,7 +125,7 @@ class Winrate(Settings):
 
 
 @dataclass
-class DataQuality(Settings):
+class DataQuality(RowSettings):
     """Is this offline data good enough? How likely the model finds it, and what else could be wrong with it."""
 
     data: tuple[str, ...] = ("embedded",)
@@ -133,7 +141,7 @@ class DataQuality(Settings):
 
 
 @dataclass
-class Perception(Settings):
+class Perception(RowSettings):
     """The paper's Figure 2: outcomes of the policy and of the data, with and without humanline, as people see them."""
 
     model: str = "embedded"
@@ -160,7 +168,7 @@ PANELS = dict(reward="reward of the batch", accuracy="pass@1, held out", unclamp
 class Reproduce:
     """The paper's claims in miniature: train the embedded model in every way that they compare; tables and verdicts."""
 
-    only: tuple[Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "tuning"], ...] = ()
+    only: tuple[Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "tuning"], ...] | None = None
     """Which experiments. Default: all but the tuning, whose results stand in eval.py."""
     quick: bool = False
     """The headline rows only."""
@@ -184,6 +192,17 @@ class Plot:
     """The horizontal axis: optimizer steps, or wall-clock time without evaluations."""
     out: str | None = None
     """Picture, .png or .svg. Default: evals/curves.png, with a number if that exists."""
+
+
+def check_flags(flags: Any) -> None:
+    """Raises UserError for a number that makes no sense, and for a flag that takes values and has none."""
+    for name, least in dict(samples=1, seeds=1, jobs=1, own=0).items():
+        value = getattr(flags, name, None)
+        if value is not None and not least <= value <= 10**6:
+            raise UserError(f"--{name} is {value}; it must lie from {least} to 1,000,000")
+    for name, value in vars(flags).items():
+        if value == () and name != "runs":
+            raise UserError(f"--{name} has no value; give it one or more, or leave it out")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -352,8 +371,8 @@ def settings_of(spec: str, flags: Settings, flag: str = "--model") -> Config:
     """The trainer's settings for a model: its run's, with our flags over them."""
     run = run_folder(spec, flag)
     args = ["--model", str(run / "final") if run else spec]
-    for field in dataclasses.fields(Settings):
-        value = getattr(flags, field.name)
+    for field in dataclasses.fields(RowSettings):
+        value = getattr(flags, field.name, None)
         if field.name == "config" and value is None and run:
             value = run / "config.toml"
         args += [] if value is None else [f"--{field.name.replace('_', '-')}", str(value)]
@@ -387,6 +406,13 @@ def rows_to_measure(flags: Accuracy | Winrate, config: Config) -> str:
     if flags.data is None and config.eval_data is None:
         raise UserError(f"--data: name the rows to measure on; --model {config.model} has no --eval-data of its own")
     return flags.data or config.eval_data
+
+
+def read_rows(data: str, config: Config, offline: bool = False) -> list[Row]:
+    """The rows of --data, or with `offline` of a source to train on, NAME=PASSES; raises UserError where none can be
+    read."""
+    with humanline.explained(f"--data {data}", "name a file or a data set that can be read"):
+        return humanline.read_sources([data], config) if offline else humanline.read_rows(data, config, "--data")
 
 
 def encode(sampler: Sampler, rows: list[Row], offline: bool) -> list[Group]:
@@ -525,7 +551,7 @@ def accuracy(flags: Accuracy) -> None:
 
     lines, speeds, found = [], [], defaultdict(list)
     for i, (name, config) in enumerate(zip(flags.model, configs)):  # one model in memory at a time
-        rows = humanline.read_rows(data, config, "--data")
+        rows = read_rows(data, config)
         sampler = load(name, config)
         sampler.check_rows(rows)
         prompts = encode(sampler, rows, offline=False)
@@ -614,9 +640,7 @@ def winrate(flags: Winrate) -> None:
     other = settings_of(flags.against, flags, "--against") if flags.against != "data" else None
     data, out = rows_to_measure(flags, config), new_file(flags.out, (".jsonl",), "winrate.jsonl")
     outputs = new_file(flags.alpaca_eval, (".json",), flag="--alpaca-eval") if flags.alpaca_eval else None
-    rows = humanline.read_rows(data, config, "--data")
-    if flags.samples < 1:
-        raise UserError(f"--samples is {flags.samples}; it must be 1 or more")
+    rows = read_rows(data, config)
     if other is None and not all(row.completions for row in rows):
         raise UserError(f"--against data: {data} has rows without completions; name a model: --against MODEL")
     judge = user_function(flags.judge) if flags.judge else None
@@ -752,7 +776,7 @@ def data_quality(flags: DataQuality) -> None:
     config = settings_of(flags.model, flags)
     policy_config = settings_of(flags.policy, flags, "--policy") if flags.policy else None
     out = new_file(flags.out, (".png", ".svg"), "data.png")
-    read = {name: humanline.read_sources([name], config) for name in flags.data}
+    read = {name: read_rows(name, config, offline=True) for name in flags.data}
     for name, rows in read.items():
         if not any(row.completions for row in rows):
             raise UserError(f"--data {name}: prompts without completions; there is nothing to judge")
@@ -832,7 +856,7 @@ def perception(flags: Perception) -> None:
     ref_name = flags.ref or humanline.read_config(str(run / "config.toml")).model
     ref_config = settings_of(ref_name, flags, "--ref")
     data, out = flags.data or config.data[0], new_file(flags.out, (".png", ".svg"), "perception.png")
-    rows = humanline.read_sources([data], config)
+    rows = read_rows(data, config, offline=True)
     if not all(row.completions for row in rows):
         raise UserError(f"--data {data}: prompts without completions; there are no outcomes to look at")
     policy, ref = load(flags.model, config, scored=False), load(ref_name, ref_config, scored=False)
@@ -1619,6 +1643,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         flags = humanline.parse_flags(sys.argv[1:] if argv is None else argv, kind=Command)
+        check_flags(flags)
         COMMANDS[type(flags)](flags)
     except UserError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)

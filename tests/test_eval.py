@@ -454,7 +454,7 @@ def other_vocabulary(tiny, tmp_path):
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:none", "--judge judges.py:none: "),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:wrong --limit 3 --max-new-tokens 3",
      "it must return 3 probabilities"),
-    ("winrate --model TINY --data prompts.jsonl --samples 0", "--samples is 0; it must be 1 or more"),
+    ("winrate --model TINY --data prompts.jsonl --samples 0", "--samples is 0; it must lie from 1 to 1,000,000"),
     ("data --model TINY --data prompts.jsonl", "--data prompts.jsonl: prompts without completions"),
     ("data --model TINY --data empty.jsonl", "--data empty.jsonl: no rows"),
     ("data --model TINY --data groups.jsonl --policy OTHER", "its vocabulary is not that of"),
@@ -468,10 +468,18 @@ def other_vocabulary(tiny, tmp_path):
     ("plot --out curves.pdf", "--out curves.pdf: it must end in .png or .svg"),
     ("nothing", "accuracy, winrate, data, perception, plot"),
     ("accuracy --nothing 1", "--nothing"),
+    ("accuracy --model --limit 2", "--model has no value; give it one or more, or leave it out"),
+    ("accuracy --model TINY --data prompts.jsonl --k", "--k has no value"),
+    ("data --model TINY --data", "--data has no value"),
+    ("data --model TINY --data groups.jsonl --own -1", "--own is -1; it must lie from 0 to 1,000,000"),
+    ("reproduce --only", "--only has no value"),
+    ("reproduce --seeds 0", "--seeds is 0; it must lie from 1 to 1,000,000"),
+    ("reproduce --jobs -1", "--jobs is -1; it must lie from 1 to 1,000,000"),
 ])
 def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other_vocabulary, judges, tmp_path,
                                                  monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluation, "train_all", lambda *_: pytest.fail("it trains, for an hour and more"))
     for folder in ("runs", "nothing", "died/checkpoint", "young"):
         Path(folder).mkdir(parents=True)
     Path("died/config.toml").write_text("")
@@ -485,6 +493,20 @@ def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other
     said = capsys.readouterr()
     assert (status, said.out) == (2, "") and not Path("evals").exists()
     assert re.fullmatch(r"eval\.py: error: [^\n]+\n", said.err) and complaint in said.err, said.err
+
+
+@pytest.mark.parametrize("command", ["accuracy", "winrate --against TINY", "data", "perception --ref TINY"])
+@pytest.mark.parametrize("rows, complaint", [
+    ("latin-1.jsonl", "row 2: not JSON"), ("folder.jsonl", "Is a directory"), ("nested.jsonl", "row 1: not JSON")])
+def test_rows_that_cannot_be_read_are_one_line(command, rows, complaint, tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.jsonl").mkdir()
+    Path("latin-1.jsonl").write_text('{"prompt": "a"}\n{"prompt": "é"}\n', encoding="latin-1")
+    Path("nested.jsonl").write_text("[" * 100_000)
+    status = evaluation.main(f"{command} --model TINY --data {rows}".replace("TINY", tiny).split())
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "") and not Path("evals").exists()
+    assert re.fullmatch(rf"eval\.py: error: --data {rows}[^\n]+\n", said.err) and complaint in said.err, said.err
 
 
 def test_the_command_line_works_as_typed(tmp_path):
