@@ -16,7 +16,6 @@ Every interval covers 95 %. What is resampled is problems, never single samples:
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
@@ -114,7 +113,7 @@ class Winrate(RowSettings):
     """Prompts: NAME[:[CONFIG:]SPLIT]. Default: the run's --eval-data."""
     judge: str | None = None
     """FILE.py:function, in the place of --reward: your own function(prompts, first, second, rows) -> list of
-    probabilities that the first is better. It is asked in both orders."""
+    probabilities that the first is better. It is asked in both orders, in a process of its own."""
     samples: int = 1
     """Pairs per prompt."""
     out: str | None = None
@@ -164,11 +163,14 @@ PANELS = dict(reward="reward of the batch", accuracy="pass@1, held out", unclamp
               speed="tokens/s, so far", time="time spent, {unit} (dotted: sampling)")
 
 
+Experiment = Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "tuning"]
+
+
 @dataclass
 class Reproduce:
     """The paper's claims in miniature: train the embedded model in every way that they compare; tables and verdicts."""
 
-    only: tuple[Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "tuning"], ...] | None = None
+    only: tuple[Experiment, ...] | None = None
     """Which experiments. Default: all but the tuning, whose results stand in eval.py."""
     quick: bool = False
     """The headline rows only."""
@@ -609,17 +611,14 @@ def accuracy(flags: Accuracy) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def user_function(spec: str) -> Callable[..., list[float]]:
-    """The function that --judge FILE.py:function names."""
+def load_judge(spec: str, config: Config) -> Callable[..., list[float]]:
+    """The function that --judge FILE.py:function names, in a process of its own, with the time limit of rewards."""
     file, _, name = spec.rpartition(":")
     if not Path(file).is_file() or not file.endswith(".py"):
         raise UserError(f"--judge {spec}: no such file; write FILE.py:function")
-    sys.path.insert(0, str(Path(file).resolve().parent))  # what stands beside it can be imported
     with humanline.explained(f"--judge {spec}", "write FILE.py:function, a function(prompts, first, second, rows)"):
-        found = importlib.util.spec_from_file_location(Path(file).stem, file)
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-        return getattr(module, name)
+        process = humanline.RewardProcess(file, name)
+    return lambda *pairs: process("reward", *pairs, limit=config.reward_seconds * math.sqrt(len(pairs[0])))
 
 
 def ask_twice(judge: Callable[..., list[float]], spec: str, prompts: list, first: list[str], second: list[str],
@@ -627,7 +626,7 @@ def ask_twice(judge: Callable[..., list[float]], spec: str, prompts: list, first
     """(2, N): probabilities that the first text is better; how much the judge favours what it reads first, -1 to 1."""
     found, mend = [], f"it must return {len(prompts)} probabilities, one for each pair"
     for texts in ((first, second), (second, first)):
-        with humanline.explained(f"--judge {spec}", mend):
+        with humanline.explained(f"--judge {spec}", mend, longer="give it more time with --reward-seconds"):
             found.append(np.array([float(value) for value in judge(prompts, *texts, fields)]))
         if found[-1].shape != (len(prompts),) or not ((found[-1] >= 0) & (found[-1] <= 1)).all():
             raise UserError(f"--judge {spec}: {mend}")
@@ -643,7 +642,7 @@ def winrate(flags: Winrate) -> None:
     rows = read_rows(data, config)
     if other is None and not all(row.completions for row in rows):
         raise UserError(f"--against data: {data} has rows without completions; name a model: --against MODEL")
-    judge = user_function(flags.judge) if flags.judge else None
+    judge = load_judge(flags.judge, config) if flags.judge else None
     sampler = load(flags.model, config, scored=judge is None)
     if judge is None:
         sampler.check_rows(rows)

@@ -220,6 +220,9 @@ def test_nothing_is_written_over_unless_it_is_named(ask, tiny, problems, tmp_pat
 # winrate.
 
 JUDGES = """
+import os
+import time
+
 def longer(prompts, first, second, rows):
     return [(1 + (len(a) > len(b)) - (len(a) < len(b))) / 2 for a, b in zip(first, second)]
 
@@ -229,6 +232,12 @@ def lopsided(prompts, first, second, rows):
 
 def wrong(prompts, first, second, rows):
     return [2.0] * len(first)
+
+def hangs(prompts, first, second, rows):
+    time.sleep(60)
+
+def dies(prompts, first, second, rows):
+    os._exit(3)
 """
 
 
@@ -454,6 +463,10 @@ def other_vocabulary(tiny, tmp_path):
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:none", "--judge judges.py:none: "),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:wrong --limit 3 --max-new-tokens 3",
      "it must return 3 probabilities"),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:dies --limit 3 --max-new-tokens 3",
+     "--judge judges.py:dies: its process ended with status 3"),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:hangs --limit 4 --max-new-tokens 3 "
+     "--reward-seconds 0.2", "took longer than 0.4 s; give it more time with --reward-seconds"),
     ("winrate --model TINY --data prompts.jsonl --samples 0", "--samples is 0; it must lie from 1 to 1,000,000"),
     ("data --model TINY --data prompts.jsonl", "--data prompts.jsonl: prompts without completions"),
     ("data --model TINY --data empty.jsonl", "--data empty.jsonl: no rows"),
