@@ -1512,9 +1512,12 @@ def train_once(flags: str, home: Path) -> dict:
         curve |= {line["step"]: line["accuracy"] for line in lines if "accuracy" in line}
         names = ("drift", "unclamped", "kl", "grad_norm", "logp", "logp_wanted", "reward_margin")
         shown = {name: [float(f"{line[name]:.4g}") if name in line else None for line in lines] for name in names}
-        drawing, training = (sum(line[name] for line in lines) for name in ("sample_seconds", "step_seconds"))
-        outcome = dict(flags=flags, before=lines[0]["accuracy_before"], after=curve[config.steps], drawing=drawing,
-                       training=training, metrics=shown)
+        # A run that diverged at its first step has no line: what it began with and how long it took is not known.
+        before = lines[0]["accuracy_before"] if lines else math.nan
+        drawing, training = (sum(line[name] for line in lines) if lines else math.nan
+                             for name in ("sample_seconds", "step_seconds"))
+        outcome = dict(flags=flags, before=before, after=curve[config.steps], drawing=drawing, training=training,
+                       metrics=shown)
         write(path.with_suffix(".new"), json.dumps(outcome | {f"step {step}": value for step, value in curve.items()}))
         path.with_suffix(".new").rename(path)
     return json.loads(path.read_text())

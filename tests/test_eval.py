@@ -656,15 +656,17 @@ def test_other_recipes_have_other_results(monkeypatch):
     assert key != evaluation.recipes_key()
 
 
-def test_a_run_that_diverges_ends_with_nothing_right(tiny, data_files, tmp_path, monkeypatch):
+@pytest.mark.parametrize("last", [1, 3])
+def test_a_run_that_diverges_ends_with_nothing_right(last, tiny, data_files, tmp_path, monkeypatch):
     data = data_files["groups"]
     flags = (f"--model {tiny} --data {data} --eval-data {data} --steps 4 --batch-size 2 "
              "--lr 1e-3 --max-new-tokens 2 --eval-prompts 4 --eval-every 2 --seed 1")
     work, steps = humanline.forward_backward, []
-    broken = lambda *args: steps.append(1) or work(*args) | (dict(loss=math.nan) if len(steps) == 3 else {})
+    broken = lambda *args: steps.append(1) or work(*args) | (dict(loss=math.nan) if len(steps) == last else {})
     monkeypatch.setattr(humanline, "forward_backward", broken)
     found = evaluation.train_once(flags, tmp_path)
-    assert found["after"] == found["step 4"] == 0 and len(found["metrics"]["logp"]) == 2 and "step 2" in found
+    assert found["after"] == found["step 4"] == 0 and len(found["metrics"]["logp"]) == last - 1 and "step 2" in found
+    assert math.isnan(found["before"]) == math.isnan(found["training"]) == (last == 1)  # of which no line was written
 
 
 def test_the_tuning_takes_the_best_on_all_its_seeds_of_the_best_on_the_first():
