@@ -4,7 +4,7 @@
   python eval.py winrate --model runs/mine --against embedded  # whose answers are better; raw and length-controlled
   python eval.py data --data embedded embedded:worse           # is this offline data good enough for that model?
   python eval.py perception --model runs/mine                  # the paper's Figure 2 for your model and your data
-  python eval.py plot runs/mine runs/other                     # learning curves against steps, or --against seconds
+  python eval.py plot runs/mine runs/other                     # learning curves: --metrics kl reward, --against kl
   python eval.py reproduce                                     # the README's tables, from training on
 
 A MODEL is a run's folder (its final model, with the prompt format and the reward of its config.toml), a Hugging Face
@@ -157,7 +157,6 @@ class Perception(RowSettings):
     """Picture, .png or .svg. Default: evals/perception.png, with a number if that exists."""
 
 
-Panel = Literal["reward", "accuracy", "unclamped", "drift", "kl", "grad_norm", "speed", "time"]
 PANELS = dict(reward="reward of the batch", accuracy="pass@1, held out", unclamped="tokens let through, fraction",
               drift="drift, mean |d|, nats/token", kl="KL to the reference, nats/token", grad_norm="gradient norm",
               speed="tokens/s, so far", time="time spent, {unit} (dotted: sampling)")
@@ -188,10 +187,11 @@ class Plot:
 
     runs: tyro.conf.Positional[tuple[str, ...]] = ()
     """Folders of runs, or LABEL=FOLDER."""
-    show: tuple[Panel, ...] = tuple(PANELS)
-    """What to draw."""
-    against: Literal["steps", "seconds"] = "steps"
-    """The horizontal axis: optimizer steps, or wall-clock time without evaluations."""
+    metrics: tuple[str, ...] | None = None
+    """What to draw, each in a panel of its own: columns of metrics.jsonl, such as kl reward lr, and speed and time.
+    Default: the usual ones."""
+    against: str = "steps"
+    """The horizontal axis: steps, seconds (wall-clock time without evaluations), or a column, such as kl."""
     out: str | None = None
     """Picture, .png or .svg. Default: evals/curves.png, with a number if that exists."""
 
@@ -971,22 +971,25 @@ def plot(flags: Plot) -> None:
         label += f" ({len(names)} seeds)" if len(names) > 1 else ""
         groups[label if label not in groups else f"{label}, {names[0]}"] = list(runs.values())
     measured = {key for runs in groups.values() for run in runs for line in run.values() for key in line}
-    panels = [name for name in flags.show if name in measured]
-    if not panels:
-        raise UserError(f"plot: none of these runs has measured {', '.join(flags.show)}")
+    for flag, names in (("--metrics", flags.metrics or ()), ("--against", {flags.against} - {"steps"})):
+        for name in names:
+            if name not in measured:
+                raise UserError(f"{flag} {name}: no run has measured that; {humanline.suggest(name, measured)}")
+    panels = flags.metrics or [name for name in PANELS if name in measured]
     picture_curves(groups, panels, flags.against, out)
 
 
 def read_metrics(path: Path) -> dict[int, dict]:
     """A run's metrics by step, and sums so far: seconds, those not spent on sampling (`time`), tokens/s (`speed`)."""
-    lines = {line["step"]: line for line in humanline.read_metrics(path / "metrics.jsonl")}
+    lines = {line["step"]: {name: value for name, value in line.items() if isinstance(value, (int, float))}
+             for line in humanline.read_metrics(path / "metrics.jsonl")}
     if not lines:
         raise UserError(f"plot {path}: its metrics.jsonl has no step yet")
     seconds = sampling = tokens = 0.0
     for line in lines.values():
-        seconds += line["step_seconds"]
-        sampling += line["sample_seconds"]
-        tokens += line["tokens"]
+        seconds += line.get("step_seconds", 0)
+        sampling += line.get("sample_seconds", 0)
+        tokens += line.get("tokens", 0)
         line |= dict(seconds=seconds, time=seconds - sampling, sampling=sampling, speed=tokens / max(seconds, 1e-9))
     before = lines[min(lines)].get("accuracy_before")
     return lines if before is None else {0: dict(seconds=0.0, accuracy=before), **lines}
@@ -998,44 +1001,55 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
     return np.median(np.lib.stride_tricks.sliding_window_view(padded, width, axis=1), axis=2)
 
 
-def picture_curves(groups: dict[str, list[dict[int, dict]]], panels: list[str], against: str, path: Path) -> None:
-    """A panel for each quantity, a line for each group of runs: their mean, and a band over their whole range."""
+def picture_curves(groups: dict[str, list[dict[int, dict]]], panels: Iterable[str], against: str, path: Path) -> None:
+    """A panel for each quantity, a line for each group of runs: their mean, and a band over their whole range. Against
+    another quantity the line goes from step to step, to a dot at the last."""
     longest = max(line["seconds"] for runs in groups.values() for run in runs for line in run.values())
     unit, scale = ("hours", 3600) if longest > 3 * 3600 else ("minutes", 60) if longest > 180 else ("seconds", 1)
     columns = min(2, len(panels))
     height = math.ceil(len(panels) / columns)
     figure, axes = new_figure(0.3 + 2.3 * height + 0.13 * len(groups), height, columns)
-    legend, width = {}, 1
+    legend, width, by_time = {}, 1, against in ("steps", "seconds")
+    titles = {name: PANELS.get(name, name).format(unit=unit) for name in (*panels, against)}
+    titles |= dict(steps="optimizer steps", seconds=f"wall-clock time, {unit}")
+
+    def values(name: str, runs: list[dict[int, dict]], steps: list[int]) -> np.ndarray:  # (runs, steps)
+        nonlocal width
+        if name == "steps":
+            return np.array([steps], dtype=float)
+        found = np.array([[run[step][name] for step in steps] for run in runs], dtype=float)
+        if name in ("time", "sampling", "seconds"):
+            return found / scale
+        if name in ("accuracy", "speed", "lr") or not steps:
+            return found
+        own_width = max(1, round(len(steps) / 25))
+        width = max(width, own_width)
+        return smooth(found, own_width)
 
     def line(axis: Any, name: str, i: int, runs: list[dict[int, dict]], dash: str) -> Any:
-        nonlocal width
-        steps = sorted(set.intersection(*({step for step, line in run.items() if name in line} for run in runs)))
-        values = np.array([[run[step][name] for step in steps] for run in runs], dtype=float)
-        if name in ("reward", "unclamped", "drift", "kl", "grad_norm") and steps:
-            width = max(1, round(len(steps) / 25))
-            values = smooth(values, width)
-        values = values / scale if name in ("time", "sampling") else values
-        seconds = np.array([[run[step]["seconds"] for step in steps] for run in runs]).mean(0)
-        x, colour = np.array(steps) if against == "steps" else seconds / scale, OKABE_ITO[i % 7]
-        marker = "o" if name == "accuracy" else ""
-        if len(runs) > 1:
-            axis.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
-        return axis.plot(x, values.mean(0), linestyle=dash, color=colour, linewidth=1.8, marker=marker, markersize=4)[0]
+        wanted = {name, against} - {"steps"}
+        steps = sorted(set.intersection(*({step for step in run if wanted <= run[step].keys()} for run in runs)))
+        x, y = values(against, runs, steps).mean(0), values(name, runs, steps)
+        colour, marker = OKABE_ITO[i % 7], "o" if name == "accuracy" or not by_time else ""
+        if len(runs) > 1 and by_time:
+            axis.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, linewidth=0)
+        return axis.plot(x, y.mean(0), linestyle=dash, color=colour, linewidth=1.8, marker=marker, markersize=4,
+                         markevery=None if by_time else slice(-1, None))[0]
 
     for name, axis in zip(panels, axes):
         for i, (label, runs) in enumerate(groups.items()):
             legend.setdefault(label, line(axis, name, i, runs, DASHES[i // 7 % 4] if name != "time" else "-"))
             if name == "time":
                 line(axis, "sampling", i, runs, ":")
-        axis.set_title(PANELS[name].format(unit=unit), loc="left")
-        axis.set_xlabel("optimizer steps" if against == "steps" else f"wall-clock time, {unit}")
+        axis.set_title(titles[name], loc="left")
+        axis.set_xlabel(titles[against])
         if name == "kl":  # 0 at a sync, and now and then very large
             axis.set_yscale("symlog", linthresh=0.01)
     for spare in axes[len(panels) :]:
         spare.set_axis_off()
     save(figure, path, legend)
-    notes = {f"noisy quantities: medians over {width} steps": width > 1,
-             "bands: the range over seeds": any(len(runs) > 1 for runs in groups.values())}
+    notes = {f"noisy quantities: medians over up to {width} steps": width > 1,
+             "bands: the range over seeds": by_time and any(len(runs) > 1 for runs in groups.values())}
     print("; ".join(note for note, holds in notes.items() if holds))
 
 

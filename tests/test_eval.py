@@ -408,9 +408,55 @@ def test_plot_puts_seeds_into_one_line_and_keeps_settings_apart(ask, run, tmp_pa
         picture = (tmp_path / "curves.svg").read_text()
         assert "ours (2 seeds)" in picture and "plain<" in picture and word in picture
         assert all(title.split(",")[0] in picture for title in evaluation.PANELS.values())
-    ask(f"plot {' '.join(map(str, runs))} --show accuracy --out few.svg")
+    ask(f"plot {' '.join(map(str, runs))} --metrics accuracy --out few.svg")
     picture = (tmp_path / "few.svg").read_text()
     assert "pass@1" in picture and "gradient norm" not in picture and "run (2 seeds)" in picture and "run3" in picture
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    """curves[title] -> [(x, y) of each line] of the last figure."""
+    from matplotlib.figure import Figure
+
+    drawn, savefig = {}, Figure.savefig
+
+    def keep(figure, *args, **options):
+        drawn.clear()
+        for axes in figure.axes:
+            drawn[axes.get_title(loc="left")] = [tuple(map(list, line.get_data())) for line in axes.lines]
+            drawn["x"] = axes.get_xlabel()
+        savefig(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return drawn
+
+
+def written_run(folder: Path, lines: list[dict], more: bytes = b"") -> Path:
+    """The folder of a run with these metrics and no more."""
+    folder.mkdir()
+    (folder / "config.toml").write_text("")
+    (folder / "metrics.jsonl").write_bytes("".join(json.dumps(line) + "\n" for line in lines).encode() + more)
+    return folder
+
+
+def test_any_column_is_drawn_and_against_any_other(ask, curves, tmp_path):
+    lines = [dict(step=i, kl=i * i, reward=10 - i, novel=3 * i, kind="text") for i in (1, 2, 3)]
+    folder = written_run(tmp_path / "run", lines)
+    ask(f"plot {folder} --metrics novel kl")
+    assert curves["novel"] == [([1, 2, 3], [3, 6, 9])] and curves["x"] == "optimizer steps" and "reward" not in curves
+    said = ask(f"plot {folder} --metrics reward novel --against kl")
+    assert curves[evaluation.PANELS["reward"]] == [([1, 4, 9], [9, 8, 7])] and curves["novel"] == [([1, 4, 9], [3, 6, 9])]
+    assert curves["x"] == evaluation.PANELS["kl"] and "bands" not in said
+
+
+def test_of_damaged_metrics_the_good_lines_are_drawn_with_one_warning(ask, curves, tmp_path, capsys):
+    lines = [dict(step=i, loss=i / 2) for i in (1, 2)] + [dict(step=3, step_seconds="long"), dict(step=4, loss=None)]
+    damage = b'\xff\xfe\n7\n[]\n{"loss": 3}\n{"step": "x"}\n{"step": 5, "loss": 9'
+    folder = written_run(tmp_path / "run", lines, damage)
+    assert evaluation.main(["plot", str(folder), "--metrics", "loss"]) == 0
+    said = capsys.readouterr()
+    assert curves["loss"] == [([1, 2], [0.5, 1])]
+    assert said.err == f"humanline.py: warning: {folder}/metrics.jsonl: 6 damaged lines are left out\n"
 
 
 def test_time_and_tokens_add_up(run):
@@ -477,7 +523,9 @@ def other_vocabulary(tiny, tmp_path):
     ("plot", "plot: name the folders of runs"),
     ("plot runs/none", "plot runs/none: no such run"),
     ("plot young", "plot young: its metrics.jsonl has no step yet"),
-    ("plot runs/none --show nothing", "--show"),
+    ("plot old --metrics los", "--metrics los: no run has measured that; did you mean 'loss'?"),
+    ("plot old --against klx", "--against klx: no run has measured that; did you mean 'kl'?"),
+    ("plot old --metrics", "--metrics has no value"),
     ("plot --out curves.pdf", "--out curves.pdf: it must end in .png or .svg"),
     ("nothing", "accuracy, winrate, data, perception, plot"),
     ("accuracy --nothing 1", "--nothing"),
@@ -493,11 +541,12 @@ def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other
                                                  monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluation, "train_all", lambda *_: pytest.fail("it trains, for an hour and more"))
-    for folder in ("runs", "nothing", "died/checkpoint", "young"):
+    for folder in ("runs", "nothing", "died/checkpoint", "young", "old"):
         Path(folder).mkdir(parents=True)
-    Path("died/config.toml").write_text("")
-    Path("young/config.toml").write_text("")
+    for run in ("died", "young", "old"):
+        Path(run, "config.toml").write_text("")
     Path("young/metrics.jsonl").write_text("")
+    Path("old/metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "kl": 0.1, "kind": "text"}\n')
     Path("empty.jsonl").write_text("")
     write_jsonl(Path("prompts.jsonl"), rows_of("prompts"))
     write_jsonl(Path("groups.jsonl"), rows_of("groups"))
