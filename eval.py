@@ -1,6 +1,7 @@
 """Know what you got: the questions after a run of humanline.py, a command for each, each answer with its uncertainty.
 
   python eval.py accuracy --model runs/mine embedded           # pass@1, pass@k, greedy; models side by side; by level
+  python eval.py show --model embedded runs/mine               # what they say to the same prompts, side by side
   python eval.py winrate --model runs/mine --against embedded  # whose answers are better; raw and length-controlled
   python eval.py data --data embedded embedded:worse           # is this offline data good enough for that model?
   python eval.py perception --model runs/mine                  # the paper's Figure 2 for your model and your data
@@ -8,7 +9,7 @@
   python eval.py reproduce                                     # the README's tables, from training on
 
 A MODEL is a run's folder (its final model, with the prompt format and the reward of its config.toml), a Hugging Face
-name or folder, or `embedded`. Loading, sampling, rewards and log-probs are the training code's, from humanline.py.
+name or folder, or `embedded`. A model that is no run, beside one that is, is asked as the run is. Loading, sampling, rewards and log-probs are the training code's, from humanline.py.
 
 Every interval covers 95 %. What is resampled is problems, never single samples: the samples of one problem are alike.
 """
@@ -24,9 +25,11 @@ import os
 import random
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import time
+import unicodedata
 from collections import defaultdict
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -99,6 +102,22 @@ class Accuracy(RowSettings):
     """Draw the most likely answer of each problem, too."""
     out: str | None = None
     """Where every sample goes, as JSON lines. Default: evals/accuracy.jsonl, with a number if that exists."""
+
+
+@dataclass
+class Show(RowSettings):
+    """Prompts with the completions of one model, or of several side by side; rewards and lengths beneath."""
+
+    model: tuple[str, ...] = ("embedded",)
+    """Models, a column each: what training started from and the run, say."""
+    data: str | None = None
+    """Rows: NAME[:[CONFIG:]SPLIT]. Default: the run's --eval-data."""
+    prompts: int = 5
+    """Show only so many prompts, the first ones."""
+    samples: int = 1
+    """Completions drawn per prompt."""
+    greedy: bool = False
+    """Show the most likely completion, in the place of --samples."""
 
 
 @dataclass
@@ -198,7 +217,7 @@ class Plot:
 
 def check_flags(flags: Any) -> None:
     """Raises UserError for a number that makes no sense, and for a flag that takes values and has none."""
-    for name, least in dict(samples=1, seeds=1, jobs=1, own=0).items():
+    for name, least in dict(samples=1, prompts=1, seeds=1, jobs=1, own=0).items():
         value = getattr(flags, name, None)
         if value is not None and not least <= value <= 10**6:
             raise UserError(f"--{name} is {value}; it must lie from {least} to 1,000,000")
@@ -369,16 +388,34 @@ def run_folder(spec: str, flag: str) -> Path | None:
     return None
 
 
-def settings_of(spec: str, flags: Settings, flag: str = "--model") -> Config:
-    """The trainer's settings for a model: its run's, with our flags over them."""
-    run = run_folder(spec, flag)
-    args = ["--model", str(run / "final") if run else spec]
+def settings_of(spec: str, flags: Settings, flag: str = "--model", beside: Path | None = None) -> Config:
+    """The trainer's settings for a model: its run's, or for a model that is no run those of the run `beside` it, with
+    our flags over them."""
+    own = run_folder(spec, flag)
+    run = own or beside
+    args = ["--model", str(own / "final") if own else spec]
     for field in dataclasses.fields(RowSettings):
         value = getattr(flags, field.name, None)
         if field.name == "config" and value is None and run:
             value = run / "config.toml"
         args += [] if value is None else [f"--{field.name.replace('_', '-')}", str(value)]
     return humanline.parse_config(args)
+
+
+def settings_of_all(flags: Accuracy | Show) -> list[Config]:
+    """The settings of each --model, with the first run among them for those that are no run."""
+    run = next(filter(None, (run_folder(name, "--model") for name in flags.model)), None)
+    return [settings_of(name, flags, beside=run) for name in flags.model]
+
+
+def settings_with_one_reward(flags: Accuracy | Show) -> list[Config]:
+    """The settings of each --model; raises UserError where their rewards differ."""
+    configs = settings_of_all(flags)
+    rewards = {config.reward for config in configs}
+    if len(rewards) > 1:
+        names = " and ".join(sorted(rewards))
+        raise UserError(f"--model: these runs have different rewards, {names}; choose with --reward")
+    return configs
 
 
 def load(spec: str, config: Config, scored: bool = True) -> Sampler:
@@ -403,7 +440,7 @@ def check_one_vocabulary(one: Sampler, other: Sampler, flag: str) -> None:
                         f"name a model with the same tokenizer")
 
 
-def rows_to_measure(flags: Accuracy | Winrate, config: Config) -> str:
+def rows_to_measure(flags: Accuracy | Show | Winrate, config: Config) -> str:
     """--data, or what the run measures itself on."""
     if flags.data is None and config.eval_data is None:
         raise UserError(f"--data: name the rows to measure on; --model {config.model} has no --eval-data of its own")
@@ -440,6 +477,18 @@ def draw(sampler: Sampler, prompts: list[Group], rows: list[Row], samples: int,
             bar.update(len(part))
     tokens = sum(len(completion) for group in drawn.values() for completion in group.completions)
     return [drawn[i] for i in range(len(prompts))], tokens / (time.perf_counter() - started)
+
+
+def greedily(config: Config) -> Config:
+    """The settings with which each draw is the most likely token: a nucleus of one."""
+    return dataclasses.replace(config, top_p=1e-9)
+
+
+def completions_of(sampler: Sampler, group: Group) -> list[dict]:
+    """A drawn group as people read it."""
+    texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
+    return [dict(completion=text, score=score, tokens=len(ids), truncated=ids[-1] not in sampler.stops)
+            for text, ids, score in zip(texts, group.completions, group.rewards)]
 
 
 def token_logps(sampler: Sampler, groups: list[Group]) -> list[list[np.ndarray]]:
@@ -482,6 +531,51 @@ def table(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     pad = lambda i, cell: cell.rjust(widths[i]) if i else cell.ljust(widths[i])
     return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows)
+
+
+def printable(text: str) -> str:
+    """The text without what would move the cursor or ring the bell; lines and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
+
+
+def cells(text: str) -> int:
+    """How many columns of a terminal the text takes: two for Chinese characters and most emoji, none for accents.
+
+    >>> cells("abc"), cells("你好"), cells("e\N{COMBINING ACUTE ACCENT}")
+    (3, 4, 1)
+    """
+    return sum(0 if unicodedata.category(c) in ("Mn", "Me", "Cf") else 1 + (unicodedata.east_asian_width(c) in "FW")
+               for c in text)
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Its lines, none of them above `width` columns of a terminal; words stay whole where they can.
+
+    >>> wrap("The sea is calm, anticonstitutionally.", 10)
+    ['The sea is', 'calm,', 'anticonsti', 'tutionally', '.']
+    """
+    lines = []
+    for paragraph in printable(text).expandtabs(4).strip("\n").split("\n"):
+        line = ""
+        for word in re.findall(r"\s*\S+", paragraph):
+            if line and cells(line + word) > width:
+                lines.append(line)
+                line, word = "", word.lstrip()
+            line += word
+            while cells(line) > width:
+                end = next(end for end in range(width, 0, -1) if cells(line[:end]) <= width)
+                lines.append(line[:end])
+                line = line[end:]
+        lines.append(line)
+    return lines
+
+
+def side_by_side(texts: Iterable[str], width: int) -> str:
+    """Texts in columns of one width, together at most `width` columns of a terminal."""
+    texts = list(texts)
+    own = (width + 3) // len(texts) - 3
+    rows = itertools.zip_longest(*(wrap(text, own) for text in texts), fillvalue="")
+    return "\n".join(" │ ".join(text + " " * (own - cells(text)) for text in row).rstrip() for row in rows)
 
 
 def new_file(out: str | None, kinds: tuple[str, ...], default: str = "", flag: str = "--out") -> Path:
@@ -544,11 +638,7 @@ def accuracy(flags: Accuracy) -> None:
     ks = sorted(set(flags.k or (1, flags.samples)))
     if not 1 <= ks[0] <= ks[-1] <= flags.samples:
         raise UserError(f"--k {' '.join(map(str, ks))} --samples {flags.samples}: pass@k needs 1 <= k <= samples")
-    configs = [settings_of(name, flags) for name in flags.model]
-    rewards = {config.reward for config in configs}
-    if len(rewards) > 1:
-        names = " and ".join(sorted(rewards))
-        raise UserError(f"--model: these runs have different rewards, {names}; choose with --reward")
+    configs = settings_with_one_reward(flags)
     data, out = rows_to_measure(flags, configs[0]), new_file(flags.out, (".jsonl",), "accuracy.jsonl")
 
     lines, speeds, found = [], [], defaultdict(list)
@@ -559,13 +649,11 @@ def accuracy(flags: Accuracy) -> None:
         prompts = encode(sampler, rows, offline=False)
         drawn, speed = draw(sampler, prompts, rows, flags.samples, 2 * i)
         speeds.append(speed)
-        sampler.config = dataclasses.replace(config, top_p=1e-9)  # a nucleus of one token: greedy
+        sampler.config = greedily(config)
         greedy = draw(sampler, prompts, rows, 1, 2 * i + 1)[0] if flags.greedy else []
         for kind, group in (*(("sampled", group) for group in drawn), *(("greedy", group) for group in greedy)):
-            texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
-            for text, ids, score in zip(texts, group.completions, group.rewards):
-                lines.append(dict(model=name, kind=kind, row=group.row, prompt=rows[group.row].prompt, completion=text,
-                                  score=score, tokens=len(ids), truncated=ids[-1] not in sampler.stops))
+            for completion in completions_of(sampler, group):
+                lines.append(dict(model=name, kind=kind, row=group.row, prompt=rows[group.row].prompt) | completion)
                 found[i, kind, group.row].append(lines[-1])
         del sampler
     write(out, json_lines(lines))
@@ -607,6 +695,62 @@ def accuracy(flags: Accuracy) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# show
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def show_completions(flags: Show) -> None:
+    """Draw and score as `accuracy` does, print."""
+    configs = settings_with_one_reward(flags)
+    data, samples = rows_to_measure(flags, configs[0]), 1 if flags.greedy else flags.samples
+    asked, told = [], []  # of each model, by row: the prompt as text, and the completions
+    for stream, (name, config) in enumerate(zip(flags.model, configs)):  # one model in memory at a time
+        rows = read_rows(data, config)
+        sampler = load(name, greedily(config) if flags.greedy else config)
+        sampler.check_rows(rows)
+        drawn, _ = draw(sampler, encode(sampler, rows, offline=False)[: flags.prompts], rows, samples, stream)
+        asked.append({group.row: as_text(rows[group.row].prompt) for group in drawn})
+        told.append({group.row: completions_of(sampler, group) for group in drawn})
+        del sampler
+
+    shown = [row for row in told[0] if all(row in own for own in told)]
+    terminal = shutil.get_terminal_size((100, 24)).columns  # 100 into a file or a pipe
+    abreast = max(1, min(len(configs), (terminal + 3) // 30))  # columns of 27 at least
+    width = min(terminal, 80 * abreast)
+    for number, row in enumerate(shown, 1):
+        print(f"── {number} of {len(shown)}: {rows[row].where.removeprefix('--data ')} ".ljust(width, "─"))
+        prompts, answer = [own[row] for own in asked], rows[row].fields.get("answer")
+        for text in prompts[:1] * (len({*prompts}) == 1) + [f"(answer: {answer})"] * (answer is not None):
+            print(side_by_side([text], width))
+        for start in range(0, len(configs), abreast):
+            part = slice(start, start + abreast)
+            print("\n" + side_by_side(flags.model[part], width) + "\n" + "─" * width)
+            if len({*prompts}) > 1:  # runs with prompt formats of their own
+                print(side_by_side([f"({prompt})" for prompt in prompts[part]], width) + "\n")
+            for completions in zip(*(own[row] for own in told[part])):
+                print(side_by_side([completion["completion"] for completion in completions], width))
+                print(side_by_side([in_short(completion) for completion in completions], width) + "\n")
+    if len(shown) > 1:
+        means = [[name, *(show(interval([np.mean([line[key] for line in own[row]]) for row in shown]), digits)
+                          for key, digits in (("score", 3), ("tokens", 1), ("truncated", 3)))]
+                 for name, own in zip(flags.model, told)]
+        print(f"means over these {len(shown)} prompts; [95 % bootstrap intervals]; more: python eval.py accuracy\n"
+              + table([["", "reward", "tokens", "truncated"], *means]))
+
+
+def as_text(prompt: list[dict]) -> str:
+    """A prompt as people read it: its messages, with their roles where there are several."""
+    if len(prompt) == 1:
+        return prompt[0]["content"]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def in_short(completion: dict) -> str:
+    tokens = f"{completion['tokens']} tokens{', truncated' * completion['truncated']}"
+    return f"→ reward {completion['score']:.4g}, {tokens}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # winrate
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -635,8 +779,11 @@ def ask_twice(judge: Callable[..., list[float]], spec: str, prompts: list, first
 
 def winrate(flags: Winrate) -> None:
     """Draw both sides, judge, tell."""
-    config = settings_of(flags.model, flags)
-    other = settings_of(flags.against, flags, "--against") if flags.against != "data" else None
+    run = run_folder(flags.model, "--model")
+    if flags.against != "data":
+        run = run or run_folder(flags.against, "--against")
+    config = settings_of(flags.model, flags, beside=run)
+    other = settings_of(flags.against, flags, "--against", run) if flags.against != "data" else None
     data, out = rows_to_measure(flags, config), new_file(flags.out, (".jsonl",), "winrate.jsonl")
     outputs = new_file(flags.alpaca_eval, (".json",), flag="--alpaca-eval") if flags.alpaca_eval else None
     rows = read_rows(data, config)
@@ -1647,9 +1794,9 @@ def picture_report(runs: Runs, syncing: bool, path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-Command = Accuracy | Winrate | Annotated[DataQuality, tyro.conf.subcommand("data")] | Perception | Plot | Reproduce
-COMMANDS = {Accuracy: accuracy, Winrate: winrate, DataQuality: data_quality, Perception: perception, Plot: plot,
-            Reproduce: reproduce}
+Command = Accuracy | Show | Winrate | Annotated[DataQuality, tyro.conf.subcommand("data")] | Perception | Plot | Reproduce
+COMMANDS = {Accuracy: accuracy, Show: show_completions, Winrate: winrate, DataQuality: data_quality,
+            Perception: perception, Plot: plot, Reproduce: reproduce}
 
 
 def main(argv: list[str] | None = None) -> int:

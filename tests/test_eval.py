@@ -292,6 +292,17 @@ def test_alpaca_evals_files_are_read_and_written_as_it_has_them(ask, tiny, judge
     assert {(one["generator"], one["dataset"]) for one in ours} == {(tiny, "helpful_base")}
 
 
+def test_both_sides_are_asked_as_the_run_among_them_is(run, tiny, problems, judges, tmp_path, monkeypatch):
+    folder, asked = run("--system hello --max-new-tokens 3 --steps 1"), []
+    encode = evaluation.encode
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluation, "encode", lambda one, *more, **how: asked.append(one) or encode(one, *more, **how))
+    for sides in ((folder, tiny), (tiny, folder)):
+        flags = "--data {} --judge {}:longer --limit 3".format(problems, judges)
+        assert evaluation.main(f"winrate --model {sides[0]} --against {sides[1]} {flags}".split()) == 0
+    assert [(one.config.system, one.config.max_new_tokens) for one in asked] == [("hello", 3)] * 4
+
+
 def test_an_alpaca_row_is_a_prompt_with_a_desirable_completion():
     read = lambda **fields: humanline.read_row(fields, "row 1", humanline.Config())
     row = read(instruction="Add 1 and 2.", output="3")
@@ -527,10 +538,13 @@ def other_vocabulary(tiny, tmp_path):
     ("plot old --against klx", "--against klx: no run has measured that; did you mean 'kl'?"),
     ("plot old --metrics", "--metrics has no value"),
     ("plot --out curves.pdf", "--out curves.pdf: it must end in .png or .svg"),
-    ("nothing", "accuracy, winrate, data, perception, plot"),
+    ("nothing", "accuracy, show, winrate, data, perception, plot"),
     ("accuracy --nothing 1", "--nothing"),
     ("accuracy --model --limit 2", "--model has no value; give it one or more, or leave it out"),
     ("accuracy --model TINY --data prompts.jsonl --k", "--k has no value"),
+    ("show --model TINY", "--data: name the rows to measure on"),
+    ("show --model TINY --data noanswer.jsonl", "--data noanswer.jsonl row 1: no 'answer'"),
+    ("show --model TINY --data prompts.jsonl --prompts 0", "--prompts is 0; it must lie from 1 to 1,000,000"),
     ("data --model TINY --data", "--data has no value"),
     ("data --model TINY --data groups.jsonl --own -1", "--own is -1; it must lie from 0 to 1,000,000"),
     ("reproduce --only", "--only has no value"),
@@ -557,7 +571,7 @@ def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other
     assert re.fullmatch(r"eval\.py: error: [^\n]+\n", said.err) and complaint in said.err, said.err
 
 
-@pytest.mark.parametrize("command", ["accuracy", "winrate --against TINY", "data", "perception --ref TINY"])
+@pytest.mark.parametrize("command", ["accuracy", "show", "winrate --against TINY", "data", "perception --ref TINY"])
 @pytest.mark.parametrize("rows, complaint", [
     ("latin-1.jsonl", "row 2: not JSON"), ("folder.jsonl", "Is a directory"), ("nested.jsonl", "row 1: not JSON")])
 def test_rows_that_cannot_be_read_are_one_line(command, rows, complaint, tiny, tmp_path, monkeypatch, capsys):
