@@ -2,6 +2,7 @@
 
   python eval.py accuracy --model runs/mine embedded           # pass@1, pass@k, greedy; models side by side; by level
   python eval.py show --model embedded runs/mine               # what they say to the same prompts, side by side
+  python eval.py chat --model runs/mine                        # talk to it
   python eval.py winrate --model runs/mine --against embedded  # whose answers are better; raw and length-controlled
   python eval.py data --data embedded embedded:worse           # is this offline data good enough for that model?
   python eval.py perception --model runs/mine                  # the paper's Figure 2 for your model and your data
@@ -9,13 +10,15 @@
   python eval.py reproduce                                     # the README's tables, from training on
 
 A MODEL is a run's folder (its final model, with the prompt format and the reward of its config.toml), a Hugging Face
-name or folder, or `embedded`. A model that is no run, beside one that is, is asked as the run is. Loading, sampling, rewards and log-probs are the training code's, from humanline.py.
+name or folder, or `embedded`. Beside a run, a model that is none is asked as the run is. Loading, sampling, rewards and
+log-probs are the training code's, from humanline.py.
 
 Every interval covers 95 %. What is resampled is problems, never single samples: the samples of one problem are alike.
 """
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -118,6 +121,14 @@ class Show(RowSettings):
     """Completions drawn per prompt."""
     greedy: bool = False
     """Show the most likely completion, in the place of --samples."""
+
+
+@dataclass
+class Chat(Settings):
+    """Talk to a model in the terminal, or to several, which answer one after another."""
+
+    model: tuple[str, ...] = ("embedded",)
+    """Models. Each keeps a dialogue of its own."""
 
 
 @dataclass
@@ -402,7 +413,7 @@ def settings_of(spec: str, flags: Settings, flag: str = "--model", beside: Path 
     return humanline.parse_config(args)
 
 
-def settings_of_all(flags: Accuracy | Show) -> list[Config]:
+def settings_of_all(flags: Accuracy | Show | Chat) -> list[Config]:
     """The settings of each --model, with the first run among them for those that are no run."""
     run = next(filter(None, (run_folder(name, "--model") for name in flags.model)), None)
     return [settings_of(name, flags, beside=run) for name in flags.model]
@@ -748,6 +759,80 @@ def as_text(prompt: list[dict]) -> str:
 def in_short(completion: dict) -> str:
     tokens = f"{completion['tokens']} tokens{', truncated' * completion['truncated']}"
     return f"→ reward {completion['score']:.4g}, {tokens}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# chat
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Speaker:
+    """A model in a chat, with its dialogue so far. What it says is on the screen as it is drawn."""
+
+    def __init__(self, name: str, config: Config):
+        from transformers import TextStreamer
+
+        self.name, self.sampler = name, load(name, config, scored=False)
+        self.dialogue: list[dict] = []
+        self.streamer = TextStreamer(self.sampler.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.streamer.on_finalized_text = self.say
+        policy = self.sampler.policy  # humanline.sample calls its `generate`
+        policy.generate = functools.partial(policy.generate, streamer=self.streamer)
+
+    def say(self, text: str, stream_end: bool = False) -> None:
+        self.said += text
+        print(printable(text), end="", flush=True)
+
+    def answer(self, message: str, seed: int) -> None:
+        """Answer a message as in training: its prompt is the dialogue up to there. Ctrl-C ends the answer."""
+        sampler, config = self.sampler, self.sampler.config
+        dialogue = [*self.dialogue, dict(role="user", content=message)]
+        prompt = humanline.read_row(dict(prompt=dialogue), "chat", config).prompt
+        with humanline.explained(f"--model {self.name}: its chat template refuses the dialogue", "leave out --system"):
+            ids = humanline.encode_prompts(sampler.tokenizer, [prompt])[0]
+        print(f"\n{self.name}> ", end="", flush=True)
+        room = sampler.longest - len(ids)
+        if room < 1:
+            self.dialogue = []
+            print(f"[longer than the model's {sampler.longest} positions: a new dialogue begins; "
+                  "say that again, or shorter]")
+            return
+        config, self.said = dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, room)), ""
+        try:
+            completion = humanline.sample(sampler.policy, [ids], sampler.stops, sampler.pad, config, seed)[0]
+            print("" if completion[-1] in sampler.stops else f" [cut after {len(completion)} tokens]")
+        except KeyboardInterrupt:
+            self.streamer.end()
+            print(" [stopped]")
+        if sampler.tokenizer.chat_template:
+            self.dialogue = [*dialogue, dict(role="assistant", content=self.said)]
+
+
+def chat(flags: Chat) -> None:
+    """Listen, answer, remember."""
+    speakers = [Speaker(name, config) for name, config in zip(flags.model, settings_of_all(flags))]
+    sys.stdin.reconfigure(errors="replace")
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  arrow keys and history, by its import alone
+    print("/reset begins a new dialogue, /quit ends; Ctrl-C stops an answer.")
+    for speaker in speakers:
+        if not speaker.sampler.tokenizer.chat_template:
+            print(f"{speaker.name} has no chat template: it continues each text by itself, and remembers none.")
+    for turn in itertools.count():
+        try:
+            message = input("\nyou> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            message = "/quit"
+            print()
+        if message == "/quit":
+            return
+        if message == "/reset":
+            print("[a new dialogue]")
+        for speaker in speakers:
+            if message == "/reset":
+                speaker.dialogue = []
+            elif message:
+                speaker.answer(message, humanline.seed_for(flags.seed, "chat", turn))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1794,8 +1879,9 @@ def picture_report(runs: Runs, syncing: bool, path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-Command = Accuracy | Show | Winrate | Annotated[DataQuality, tyro.conf.subcommand("data")] | Perception | Plot | Reproduce
-COMMANDS = {Accuracy: accuracy, Show: show_completions, Winrate: winrate, DataQuality: data_quality,
+Command = (Accuracy | Show | Chat | Winrate | Annotated[DataQuality, tyro.conf.subcommand("data")] | Perception | Plot |
+           Reproduce)
+COMMANDS = {Accuracy: accuracy, Show: show_completions, Chat: chat, Winrate: winrate, DataQuality: data_quality,
             Perception: perception, Plot: plot, Reproduce: reproduce}
 
 
@@ -1814,6 +1900,9 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, BrokenExecutor) as error:  # a full disk, a process that was killed; what is in the cache stays
         print(f"eval.py: stopped: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("eval.py: stopped", file=sys.stderr)
+        return 130  # as the shell says of a process that Ctrl-C ended
     return 0
 
 

@@ -456,8 +456,8 @@ def test_any_column_is_drawn_and_against_any_other(ask, curves, tmp_path):
     ask(f"plot {folder} --metrics novel kl")
     assert curves["novel"] == [([1, 2, 3], [3, 6, 9])] and curves["x"] == "optimizer steps" and "reward" not in curves
     said = ask(f"plot {folder} --metrics reward novel --against kl")
-    assert curves[evaluation.PANELS["reward"]] == [([1, 4, 9], [9, 8, 7])] and curves["novel"] == [([1, 4, 9], [3, 6, 9])]
-    assert curves["x"] == evaluation.PANELS["kl"] and "bands" not in said
+    assert curves[evaluation.PANELS["reward"]] == [([1, 4, 9], [9, 8, 7])]
+    assert curves["novel"] == [([1, 4, 9], [3, 6, 9])] and curves["x"] == evaluation.PANELS["kl"] and "bands" not in said
 
 
 def test_of_damaged_metrics_the_good_lines_are_drawn_with_one_warning(ask, curves, tmp_path, capsys):
@@ -538,13 +538,15 @@ def other_vocabulary(tiny, tmp_path):
     ("plot old --against klx", "--against klx: no run has measured that; did you mean 'kl'?"),
     ("plot old --metrics", "--metrics has no value"),
     ("plot --out curves.pdf", "--out curves.pdf: it must end in .png or .svg"),
-    ("nothing", "accuracy, show, winrate, data, perception, plot"),
+    ("nothing", "accuracy, show, chat, winrate, data, perception, plot"),
     ("accuracy --nothing 1", "--nothing"),
     ("accuracy --model --limit 2", "--model has no value; give it one or more, or leave it out"),
     ("accuracy --model TINY --data prompts.jsonl --k", "--k has no value"),
     ("show --model TINY", "--data: name the rows to measure on"),
     ("show --model TINY --data noanswer.jsonl", "--data noanswer.jsonl row 1: no 'answer'"),
     ("show --model TINY --data prompts.jsonl --prompts 0", "--prompts is 0; it must lie from 1 to 1,000,000"),
+    ("chat --model", "--model has no value"),
+    ("chat --model runs/none", "--model runs/none: no such run or model"),
     ("data --model TINY --data", "--data has no value"),
     ("data --model TINY --data groups.jsonl --own -1", "--own is -1; it must lie from 0 to 1,000,000"),
     ("reproduce --only", "--only has no value"),
