@@ -725,7 +725,7 @@ def show_completions(flags: Show) -> None:
         del sampler
 
     shown = [row for row in told[0] if all(row in own for own in told)]
-    terminal = shutil.get_terminal_size((100, 24)).columns  # 100 into a file or a pipe
+    terminal = max(27, shutil.get_terminal_size((100, 24)).columns)  # 100 into a file or a pipe
     abreast = max(1, min(len(configs), (terminal + 3) // 30))  # columns of 27 at least
     width = min(terminal, 80 * abreast)
     for number, row in enumerate(shown, 1):
@@ -773,7 +773,7 @@ class Speaker:
         from transformers import TextStreamer
 
         self.name, self.sampler = name, load(name, config, scored=False)
-        self.dialogue: list[dict] = []
+        self.dialogue, self.said = [], ""  # messages; what it has said of its present answer
         self.streamer = TextStreamer(self.sampler.tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.streamer.on_finalized_text = self.say
         policy = self.sampler.policy  # humanline.sample calls its `generate`

@@ -98,7 +98,7 @@ def test_prompts_that_differ_between_runs_stand_in_the_columns(ask, run, prompts
     assert re.search(rf"^\(<{re.escape(first)}>\) +│ \(\[{re.escape(first)}\]\)$", said, re.M)
 
 
-@pytest.mark.parametrize("columns, abreast", [(80, 2), (120, 4), (20, 1)])
+@pytest.mark.parametrize("columns, abreast", [(80, 2), (120, 4), (27, 1)])
 def test_models_that_do_not_fit_beside_each_other_stand_below_each_other(ask, tiny, prompts, monkeypatch, columns,
                                                                         abreast):
     monkeypatch.setenv("COLUMNS", str(columns))
