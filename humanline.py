@@ -2403,7 +2403,7 @@ class Recipe:
 
 HELD_OUT, GROUP = 500, 8  # problems, and completions for each prompt of the data
 RECIPES = {  # errors from the first lesson on would cost as much again to learn past them
-    "base": Recipe(600, 128, 2e-2, (0.0, 0.7), least_accuracy=0.55),
+    "base": Recipe(400, 256, 2e-2, (0.0, 0.7), least_accuracy=0.55),
     "worse": Recipe(120, 384, 2e-3, (0.9, 0.9), parent="base")}
 CHAT_TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
                  "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
