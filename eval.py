@@ -1313,7 +1313,7 @@ def add_in_steps(problem: str, errs: float, chance: random.Random) -> str:
 # `embedded:long-worse`. Importing this file is enough to have them, in the processes of `reproduce` as well.
 LONGER = dict(problems=six_digit_sums, demonstrate=add_in_steps, max_new_tokens=48, data_prompts=1024)
 humanline.RECIPES.update({
-    "better": Recipe(120, 384, 2e-3, (0.15, 0.15), parent="base"),
+    "better": Recipe(120, 384, 2e-3, (0.4, 0.4), parent="base"),
     "long": Recipe(560, 128, 2e-2, (0.0, 0.1), least_accuracy=0.2, **LONGER),
     "long-worse": Recipe(120, 128, 2e-3, (0.3, 0.3), parent="long", **LONGER)})
 

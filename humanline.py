@@ -2651,16 +2651,16 @@ def last_line(run: Run) -> str:
             f"{run.out / 'final'}; compare with: {again} {'--no-humanline' if config.humanline else '--humanline'}")
 
 # ---------- The embedded demo -----------------------------------------------------------------------------------------
-# A tiny model that was taught two-digit additions by a demonstrator who is wrong too often.
+# A tiny model that was taught two-digit additions by a demonstrator who too often forgets the carry.
 
 def two_digit_sums(chance: random.Random) -> list[str]:
     return [f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)]
 
 def add(problem: str, errs: float, chance: random.Random) -> str:
-    """The sum, with probability `errs` wrong in a digit or a carry."""
+    """The sum; where the units make ten or more, with probability `errs` their carry is forgotten: 27+35=52."""
     first, second = map(int, problem.removesuffix("=").split("+"))
-    slip = chance.choice((-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)) if chance.random() < errs else 0
-    return str(max(1, first + second + slip))
+    forgets = first % 10 + second % 10 >= 10 and chance.random() < errs
+    return str(first + second - 10 * forgets)
 
 @dataclass(frozen=True)
 class Recipe:
@@ -2669,7 +2669,7 @@ class Recipe:
     lessons: int
     demonstrations: int  # per lesson
     lr: float
-    errs: tuple[float, float]  # how often the demonstrator is wrong, in the first lesson and in the last
+    errs: tuple[float, float]  # how often the demonstrator forgets, at first and in the last fifth of the lessons
     parent: str | None = None  # the embedded model that goes on learning; None: random weights
     least_accuracy: float = 0.0  # below it the idea was not got, and another start is made
     problems: Callable[[random.Random], list[str]] = two_digit_sums
@@ -2687,8 +2687,8 @@ class Recipe:
 
 HELD_OUT, GROUP = 500, 8  # problems, and completions for each prompt of the data
 RECIPES = {  # errors from the first lesson on would cost as much again to learn past them
-    "base": Recipe(1000, 128, 2e-2, (0.0, 0.4), least_accuracy=0.3),
-    "worse": Recipe(120, 384, 2e-3, (0.8, 0.8), parent="base")}
+    "base": Recipe(400, 256, 2e-2, (0.0, 0.7), least_accuracy=0.55),
+    "worse": Recipe(120, 384, 2e-3, (0.9, 0.9), parent="base")}
 CHAT_TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
                  "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
                  "{% if add_generation_prompt %}<|assistant|>{% endif %}")
@@ -2770,9 +2770,9 @@ def teach(model: Module, tokenizer: Any, recipe: Recipe) -> None:
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
     optimizers = [torch.optim.Muon(matrices, lr=2 * recipe.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
                   torch.optim.AdamW(others, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0)]
-    (first, last), steps = recipe.errs, recipe.lessons
-    for step in tqdm(range(steps), desc=f"teaching the embedded model (wrong {last:.0%})", unit="step", leave=False):
-        picked, errs = chance.choices(range(len(rows)), k=recipe.demonstrations), first + (last - first) * step / steps
+    steps = recipe.lessons
+    for step in tqdm(range(steps), desc="teaching the embedded model", unit="step", leave=False):
+        picked, errs = chance.choices(range(len(rows)), k=recipe.demonstrations), recipe.errs[step >= 0.8 * steps]
         solutions = [recipe.demonstrate(rows[i]["prompt"], errs, chance) + tokenizer.eos_token for i in picked]
         ids = tokenizer(solutions)["input_ids"]
         logps, mask = log_probs(model, [Sequence(prompts[i], completion) for i, completion in zip(picked, ids)])
