@@ -1259,7 +1259,8 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         require(key in known, f"{where}: no '{key}'; {kind} needs it")
         return known[key]
 
-    given, pair = known.get("prompt"), [known[key] for key in ("chosen", "rejected") if key in known]
+    given = read_messages(known["prompt"], "prompt", where)[-1]["content"] if "prompt" in known else None
+    pair = [known[key] for key in ("chosen", "rejected") if key in known]
     has_dialogues = any(isinstance(answer, list) and len(answer) > 1 for answer in pair)
     if len(pair) == 2 and (has_dialogues or given is None):
         dialogues = split_dialogues(known, where)
@@ -1267,10 +1268,8 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
             return None
         known |= dialogues
     prompt = read_messages(need("prompt", "every row"), "prompt", where)
-    if given is not None:
-        last = read_messages(given, "prompt", where)[-1]["content"].strip()
-        require(last in [turn["content"].strip() for turn in prompt],
-                f"{where}: 'prompt' is not among the turns before the answers in 'chosen'; remove one of the two")
+    require(given is None or given.strip() in [turn["content"].strip() for turn in prompt],
+            f"{where}: 'prompt' is not among the turns before the answers in 'chosen'; remove one of the two")
     if config.prompt_template is not None:
         prompt[-1]["content"] = config.prompt_template.replace("{prompt}", prompt[-1]["content"])
     if config.system is not None and prompt[0]["role"] != "system":

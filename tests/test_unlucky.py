@@ -114,6 +114,7 @@ def test_a_chat_template_that_fails_is_one_line(tiny, data_files, tmp_path, caps
     (dict(prompt="a", output_A="b", output_B="c", label="B"), "'label' is 'B'; with output_A"),
     (dict(prompt="a", chosen=[dict(role="user", content="x"), dict(role="assistant", content="y")],
           rejected=[dict(role="user", content="x"), dict(role="assistant", content="z")]), "'prompt' is not among the turns"),
+    (dict(prompt="x", chosen=[dict(role="user", content="x"), dict(role="assistant", content="y")]), "no 'rejected'"),
 ])
 def test_a_row_that_contradicts_itself_is_refused(fields, expected):
     with pytest.raises(humanline.UserError, match=re.escape(expected)):
