@@ -90,7 +90,7 @@ class Config:
     samples."""
     reward_failed: float = 0.0  # What a reward function counts as where it raised, hung or gave no number.
     system: str | None = None  # System message in front of prompts that have none (models with a chat template).
-    prompt_template: str | None = None  # Text around each prompt, with {prompt} where it belongs.
+    prompt_template: str | None = None  # Text around each prompt: {prompt} and other columns' {names} are filled in.
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
     """mixed: fp32 weights, bf16 autocast; bfloat16: bf16 weights too. auto: mixed on a GPU, and on a CPU that
     multiplies in bf16 for models from 20 M parameters on; else float32."""
@@ -180,6 +180,7 @@ class Config:
     eval_every: int | None = None  # Measure every so many steps; 0: before and after. Default: embedded 64, else 0.
     eval_prompts: int = 500  # Held-out prompts per evaluation.
     eval_samples: int = 2  # Completions drawn per held-out prompt.
+    eval_greedy: bool | None = None  # Also reward the greedy completion of each. Default: with the embedded model.
     eval_temperature: float | None = None  # Sampling temperature for them. Default: --temperature.
     eval_top_p: float | None = None  # Nucleus sampling for them. Default: --top-p.
     rollouts: bool = True
@@ -508,8 +509,8 @@ def train(config: Config) -> "Run":
         run = Run(config, stack)  # finds what the user can have got wrong, loads, and resumes
         config, policy, optimizer, reference = run.config, run.policy, run.optimizer, run.reference
         signals = stack.enter_context(stop_signals())
-        if run.accuracy_before is None:
-            run.accuracy_before = run.accuracy = run.measure(0)
+        if run.before is None:
+            run.before = run.latest = run.measure(0)
 
         for step in run.progress:
             step_started, sample_seconds, about_rollouts = time.perf_counter(), 0.0, {}
@@ -547,7 +548,8 @@ def train(config: Config) -> "Run":
             report |= about_rollouts | dict(step=step, lr=learning_rate(step, config), grad_norm=grad_norm)
             report |= dict(sample_seconds=sample_seconds, step_seconds=time.perf_counter() - step_started)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-                run.accuracy = report["accuracy"] = run.measure(step)
+                run.latest = run.measure(step)
+                report |= run.latest
             run.log(report)
             if float(sum_over_ranks(torch.tensor(float(len(signals))))) and step < config.steps:
                 run.stopped_at, run.signal = step, max([0, *signals])
@@ -772,9 +774,11 @@ class Run:
                 cut_lines(self.out / name, first if checkpoint else -1)  # later steps are done again
             describe(config, self.policy, groups, self.reference, first)
             self.track = tracker(config, self.out, first)
-        self.accuracy_before = earlier[0].get("accuracy_before") if earlier else None
-        measured = [line["accuracy"] for line in earlier if "accuracy" in line]
-        self.accuracy = measured[-1] if measured else self.accuracy_before
+        self.before, self.latest = None, {}  # what `measure` gave before the first step, and at last
+        for line in earlier:
+            of_line = {name: line[name] for name in ("accuracy", "greedy") if name in line}
+            before = {name: line[f"{name}_before"] for name in ("accuracy", "greedy") if f"{name}_before" in line}
+            self.before, self.latest = self.before or before, of_line or self.latest or before
         self.collapse, self.health, self.shown_at = Collapse(), Health(), -math.inf
         for line in earlier:
             self.collapse(line.get("logp_wanted"))
@@ -782,18 +786,22 @@ class Run:
         self.progress = tqdm(range(first, config.steps + 1), desc=config.loss, initial=first - 1, total=config.steps,
                              unit="step", dynamic_ncols=True, **(dict(disable=True) if rank() else {}))
 
-    def measure(self, step: int) -> float | None:
-        """The mean reward of fresh samples on --eval-data, if there are any: pass@1 for rewards of 0 and 1."""
-        if not self.eval_groups:
-            return None
-        samples, temperature, top_p = self.config.eval_samples, self.config.eval_temperature, self.config.eval_top_p
-        sampling = dataclasses.replace(self.config, temperature=temperature or self.config.temperature,
-                                       top_p=top_p or self.config.top_p)
-        rollouts = self.sampler.draw_rollouts(self.eval_groups, self.eval_rows, samples, 500_000 + step, sampling)
-        self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step)
-        if any(reward not in (0, 1) for group in rollouts for reward in group.rewards):
-            self.measured = "mean reward"
-        return sum(sum(group.rewards) for group in rollouts) / (len(rollouts) * samples)
+    def measure(self, step: int) -> dict[str, float]:
+        """On --eval-data, if there is any, the mean reward of fresh samples, `accuracy`, which for rewards of 0 and 1 is
+        pass@1; and `greedy`, that of the most likely completions, token by token."""
+        config, values = self.config, {}
+        sampled = dict(temperature=config.eval_temperature or config.temperature, top_p=config.eval_top_p or config.top_p)
+        greedy = dict(temperature=0.001, top_p=1.0)
+        ways = [("accuracy", config.eval_samples, sampled), ("greedy", 1, greedy)][: 2 if config.eval_greedy else 1]
+        for name, samples, settings in ways if self.eval_groups else []:
+            sampling = dataclasses.replace(config, **settings)
+            rollouts = self.sampler.draw_rollouts(self.eval_groups, self.eval_rows, samples, 500_000 + step, sampling)
+            if name == "accuracy":
+                self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step)
+            if any(reward not in (0, 1) for group in rollouts for reward in group.rewards):
+                self.measured = "mean reward"
+            values[name] = sum(sum(group.rewards) for group in rollouts) / (len(rollouts) * samples)
+        return values
 
     def keep_rollouts(self, name: str, rollouts: list[Group], rows: list["Row"], step: int,
                       seconds: float = math.inf) -> dict[str, float]:
@@ -844,7 +852,7 @@ class Run:
     def log(self, report: dict) -> None:
         """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of a collapse."""
         if report["step"] == 1:
-            report["accuracy_before"] = self.accuracy_before
+            report |= {f"{name}_before": value for name, value in self.before.items()}
         line = {name: value for name, value in report.items() if value is not None}
         for warning in [self.collapse(line.get("logp_wanted")), *self.health(line)]:
             if warning:
@@ -853,7 +861,8 @@ class Run:
             with open(self.out / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self.track(line)
-        shown = {name: line.get(name) for name in ("loss", "reward", "unclamped")} | {self.measured: self.accuracy}
+        shown = {name: line.get(name) for name in ("loss", "reward", "unclamped")}
+        shown[self.measured] = self.latest.get("accuracy")
         shown = {name: f"{value:.3f}" for name, value in shown.items() if value is not None}
         speed = f"{line['tokens'] / line['step_seconds']:.0f}"
         self.progress.set_postfix(shown | {"tokens/s": speed}, refresh=False)
@@ -1271,7 +1280,9 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     require(given is None or given.strip() in [turn["content"].strip() for turn in prompt],
             f"{where}: 'prompt' is not among the turns before the answers in 'chosen'; remove one of the two")
     if config.prompt_template is not None:
-        prompt[-1]["content"] = config.prompt_template.replace("{prompt}", prompt[-1]["content"])
+        values = fields | dict(prompt=prompt[-1]["content"])
+        prompt[-1]["content"] = re.sub(r"\{(\w+)\}", lambda name: str(values.get(name[1], name[0])),
+                                       config.prompt_template)
     if config.system is not None and prompt[0]["role"] != "system":
         prompt.insert(0, {"role": "system", "content": config.system})
 
@@ -2363,7 +2374,7 @@ def find_checkpoint(config: Config) -> Path | None:
     return None
 
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
-FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
+FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts eval_samples eval_greedy "
                   "microbatch_tokens share_prompts compile shard checkpoint_activations track rollouts").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
@@ -2489,8 +2500,8 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 # What None stands for, where the entry of the loss says nothing else.
-DEFAULTS = dict(max_new_tokens=512, eval_every=0, batch_size=32, lr=1e-6, sync_k=1)
-EMBEDDED_DEFAULTS = dict(eval_every=64, batch_size=32, lr=8e-4, sync_k=128, steps=256)
+DEFAULTS = dict(max_new_tokens=512, eval_every=0, eval_greedy=False, batch_size=32, lr=1e-6, sync_k=1)
+EMBEDDED_DEFAULTS = dict(eval_every=64, eval_greedy=True, batch_size=32, lr=8e-4, sync_k=128, steps=256)
 
 def parse_config(argv: list[str]) -> Config:
     """Flags over --config over defaults, every `None` that has a default resolved, every value checked."""
@@ -2585,7 +2596,7 @@ def check_config(config: Config) -> None:
     require(config.reward, "--reward names nothing; write exact, math, model:NAME or FILE.py:function")
     for spec in config.reward:
         split_reward(spec)
-    require(config.prompt_template is None or "{prompt}" in config.prompt_template,
+    require(config.prompt_template is None or re.search(r"\{[a-zA-Z]\w*\}", config.prompt_template),
             "--prompt-template has no {prompt}, the place where the row's prompt goes")
     require(not config.sample_every or config.group_size > 1, "--group-size 1 leaves nothing to compare; use 2 or more")
     require(not config.kl_beta or config.loss not in ("dpo", "kto"),
@@ -2644,8 +2655,10 @@ def last_line(run: Run) -> str:
         resume = f"{again} --out {run.out} --resume latest"
         return f"stopped after step {run.stopped_at} of {config.steps}, saved; go on with: {resume}"
     gained, seconds = "", time.perf_counter() - run.started
-    if run.accuracy_before is not None:
-        gained = f"{run.measured} on held-out prompts went from {run.accuracy_before:.3f} to {run.accuracy:.3f}: "
+    if run.before:
+        changes = {name: f"from {value:.3f} to {run.latest[name]:.3f}" for name, value in run.before.items()}
+        greedy = f", greedy {changes['greedy']}" if "greedy" in changes else ""
+        gained = f"{run.measured} on held-out prompts went {changes['accuracy']}{greedy}: "
     return (f"{gained}{in_words(config)['objective']}, {config.steps} steps in {seconds:.0f} s; the model is in "
             f"{run.out / 'final'}; compare with: {again} {'--no-humanline' if config.humanline else '--humanline'}")
 

@@ -223,6 +223,8 @@ def test_system_message_and_prompt_template_surround_the_prompt():
     assert row.prompt == [{"role": "system", "content": "Be brief."}, USER("1+1?\nPut the answer in \\boxed{}.")]
     row = read({"prompt": [{"role": "system", "content": "Mine."}, USER("1+1?")]}, system="Be brief.")
     assert row.prompt[0]["content"] == "Mine." and len(row.prompt) == 2
+    row = read({"prompt": "1+1?", "topic": "a {prompt}"}, prompt_template="On {topic}, {other}: {prompt} \\frac{1}{2}")
+    assert row.prompt == [USER("On a {prompt}, {other}: 1+1? \\frac{1}{2}")]
 
 
 # Encoding.

@@ -257,9 +257,9 @@ def test_a_resumed_run_remembers_its_last_accuracy(tiny, data_files, tmp_path, v
                       f"--sample-every 1 --reward {varied} --eval-data {data_files['prompts']} --eval-every 1 --save-every 2")
     run = humanline.train(humanline.parse_config(flags))
     humanline.shutil.rmtree(out / "final")
-    assert metrics(out)[-1]["accuracy"] == run.accuracy
+    assert metrics(out)[-1]["accuracy"] == run.latest["accuracy"]
     resumed = humanline.train(humanline.parse_config([*flags, "--resume", "latest"]))
-    assert resumed.accuracy == run.accuracy and resumed.accuracy_before == run.accuracy_before
+    assert resumed.latest == run.latest and resumed.before == run.before
 
 
 def test_damaged_lines_of_the_metrics_are_left_out_with_one_warning(run, tmp_path, capsys):
