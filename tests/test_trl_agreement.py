@@ -238,7 +238,8 @@ def both_grpo(monkeypatch, tiny, out, varied, flags: str = "", *, every: int, st
 
     dealer = Dealer(end)
     with monkeypatch.context() as patch:
-        patch.setattr(humanline, "sample", lambda policy, prompts, *args: dealer(prompts))
+        patch.setattr(humanline, "sample",
+                      lambda policy, prompts, *args: [(ids, [0.0] * len(ids)) for ids in dealer(prompts)])
         ours, batches, metrics = run_ours(
             monkeypatch, tiny, out, rows, f"--loss grpo --sample-every {every} --group-size {GROUP} --reward {varied} "
             f"--batch-size {PROMPTS} --max-new-tokens {NEW_TOKENS} --steps {steps} --no-scale-rewards {flags}")
@@ -299,6 +300,16 @@ def test_fully_online_grpo_with_kl_steps_to_trls_weights(monkeypatch, tiny, tmp_
                                                beta=0.04, loss_type="dapo")
     check_same(ours, metrics, theirs, log, 2)
     assert log[0]["kl"] == 0 < log[1]["kl"]
+
+
+def test_leaving_out_a_group_without_a_difference_still_steps_to_trls_weights(monkeypatch, tiny, tmp_path, varied):
+    """Without a KL such a group has no gradient, so that we skip it and TRL does not; both count its tokens."""
+    (ours, metrics), (theirs, log) = both_grpo(monkeypatch, tiny, tmp_path, varied, every=2, steps=4, beta=0.0,
+                                               loss_type="dapo")
+    check_same(ours, metrics, theirs, log, 4)
+    of_drawing = [humanline.mean([line["no_difference"] for line in metrics[start : start + 2]]) for start in (0, 2)]
+    assert max(of_drawing) > 0
+    assert of_drawing == pytest.approx([log[step]["frac_reward_zero_std"] for step in (0, 2)], abs=1e-6)
 
 
 def test_another_kl_weight_ends_elsewhere(monkeypatch, tiny, tmp_path, varied):
