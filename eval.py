@@ -1,22 +1,25 @@
 """Know what you got: the questions after a run of humanline.py, a command for each, each answer with its uncertainty.
 
   python eval.py accuracy --model runs/mine embedded           # pass@1, pass@k, greedy; models side by side; by level
+  python eval.py show --model embedded runs/mine               # what they say to the same prompts, side by side
+  python eval.py chat --model runs/mine                        # talk to it
   python eval.py winrate --model runs/mine --against embedded  # whose answers are better; raw and length-controlled
   python eval.py data --data embedded embedded:worse           # is this offline data good enough for that model?
   python eval.py perception --model runs/mine                  # the paper's Figure 2 for your model and your data
-  python eval.py plot runs/mine runs/other                     # learning curves against steps, or --against seconds
+  python eval.py plot runs/mine runs/other                     # learning curves: --metrics kl reward, --against kl
   python eval.py reproduce                                     # the README's tables, from training on
 
 A MODEL is a run's folder (its final model, with the prompt format and the reward of its config.toml), a Hugging Face
-name or folder, or `embedded`. Loading, sampling, rewards and log-probs are the training code's, from humanline.py.
+name or folder, or `embedded`. Beside a run, a model that is none is asked as the run is. Loading, sampling, rewards and
+log-probs are the training code's, from humanline.py.
 
 Every interval covers 95 %. What is resampled is problems, never single samples: the samples of one problem are alike.
 """
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
@@ -25,9 +28,11 @@ import os
 import random
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import time
+import unicodedata
 from collections import defaultdict
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -54,19 +59,12 @@ class Settings:
 
     config: str | None = None
     """A .toml file of humanline.py's settings, for those that are no flag here. Default: the run's own config.toml."""
-    limit: int | None = None
-    """Read only this many rows of each source."""
-    reward: tuple[str, ...] | None = None
-    """What scores a completion: exact, math, model:NAME or FILE.py:function, one or more, each with =WEIGHT if it has
-    one. Default: the run's, or exact."""
     system: str | None = None
     """System message in front of prompts that have none. Default: the run's."""
     prompt_template: str | None = None
     """Text around each prompt, with {prompt} where it belongs. Default: the run's."""
     max_new_tokens: int | None = None
     """Longest completion drawn. Default: the run's, or as for training."""
-    max_prompt_length: int | None = None
-    """Longest prompt, in tokens; rows with longer ones are dropped."""
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] | None = None
     """As for training."""
     temperature: float = 1.0
@@ -78,13 +76,28 @@ class Settings:
 
 
 @dataclass
-class Accuracy(Settings):
+class RowSettings(Settings):
+    """What every command that loads a model and reads rows takes."""
+
+    limit: int | None = None
+    """Read only this many rows of each source."""
+    max_prompt_length: int | None = None
+    """Longest prompt, in tokens; rows with longer ones are dropped."""
+    reward: tuple[str, ...] | None = None
+    """What scores a completion: exact, math, model:NAME or FILE.py:function, one or more, each with =WEIGHT if it has
+    one. Default: the run's, or exact."""
+    reward_seconds: float | None = None
+    """Time limit of `math`, or of a reward or a judge of your own: per sample, √n times as much for a call with n."""
+
+
+@dataclass
+class Accuracy(RowSettings):
     """pass@1 and pass@k on held-out problems, one model or several side by side."""
 
     model: tuple[str, ...] = ("embedded",)
     """Models; the others are compared with the first, problem by problem."""
     data: str | None = None
-    """Rows with answers: NAME[:[CONFIG:]SPLIT]. Default: the first run's --eval-data."""
+    """Rows with answers: NAME[:[CONFIG:]SPLIT]. Default: the run's --eval-data."""
     samples: int = 8
     """Completions drawn per problem."""
     k: tuple[int, ...] | None = None
@@ -96,7 +109,31 @@ class Accuracy(Settings):
 
 
 @dataclass
-class Winrate(Settings):
+class Show(RowSettings):
+    """Prompts with the completions of one model, or of several side by side; rewards and lengths beneath."""
+
+    model: tuple[str, ...] = ("embedded",)
+    """Models, a column each: what training started from and the run, say."""
+    data: str | None = None
+    """Rows: NAME[:[CONFIG:]SPLIT]. Default: the run's --eval-data."""
+    prompts: int = 5
+    """Show only so many prompts, the first ones."""
+    samples: int = 1
+    """Completions drawn per prompt."""
+    greedy: bool = False
+    """Show the most likely completion, in the place of --samples."""
+
+
+@dataclass
+class Chat(Settings):
+    """Talk to a model in the terminal, or to several, which answer one after another."""
+
+    model: tuple[str, ...] = ("embedded",)
+    """Models. Each keeps a dialogue of its own."""
+
+
+@dataclass
+class Winrate(RowSettings):
     """How often one model's completions beat another's, or the data's own. The higher --reward wins."""
 
     model: str = "embedded"
@@ -107,7 +144,7 @@ class Winrate(Settings):
     """Prompts: NAME[:[CONFIG:]SPLIT]. Default: the run's --eval-data."""
     judge: str | None = None
     """FILE.py:function, in the place of --reward: your own function(prompts, first, second, rows) -> list of
-    probabilities that the first is better. It is asked in both orders."""
+    probabilities that the first is better. It is asked in both orders, in a process of its own."""
     samples: int = 1
     """Pairs per prompt."""
     out: str | None = None
@@ -118,7 +155,7 @@ class Winrate(Settings):
 
 
 @dataclass
-class DataQuality(Settings):
+class DataQuality(RowSettings):
     """Is this offline data good enough? How likely the model finds it, and what else could be wrong with it."""
 
     data: tuple[str, ...] = ("embedded",)
@@ -134,7 +171,7 @@ class DataQuality(Settings):
 
 
 @dataclass
-class Perception(Settings):
+class Perception(RowSettings):
     """The paper's Figure 2: outcomes of the policy and of the data, with and without humanline, as people see them."""
 
     model: str = "embedded"
@@ -151,17 +188,19 @@ class Perception(Settings):
     """Picture, .png or .svg. Default: evals/perception.png, with a number if that exists."""
 
 
-Panel = Literal["reward", "accuracy", "unclamped", "drift", "kl", "grad_norm", "speed", "time"]
 PANELS = dict(reward="reward of the batch", accuracy="pass@1, held out", unclamped="tokens let through, fraction",
               drift="drift, mean |d|, nats/token", kl="KL to the reference, nats/token", grad_norm="gradient norm",
               speed="tokens/s, so far", time="time spent, {unit} (dotted: sampling)")
+
+
+Experiment = Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "tuning"]
 
 
 @dataclass
 class Reproduce:
     """The paper's claims in miniature: train the embedded model in every way that they compare; tables and verdicts."""
 
-    only: tuple[Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "tuning"], ...] = ()
+    only: tuple[Experiment, ...] | None = None
     """Which experiments. Default: all but the tuning, whose results stand in eval.py."""
     quick: bool = False
     """The headline rows only."""
@@ -179,12 +218,24 @@ class Plot:
 
     runs: tyro.conf.Positional[tuple[str, ...]] = ()
     """Folders of runs, or LABEL=FOLDER."""
-    show: tuple[Panel, ...] = tuple(PANELS)
-    """What to draw."""
-    against: Literal["steps", "seconds"] = "steps"
-    """The horizontal axis: optimizer steps, or wall-clock time without evaluations."""
+    metrics: tuple[str, ...] | None = None
+    """What to draw, each in a panel of its own: columns of metrics.jsonl, such as kl reward lr, and speed and time.
+    Default: the usual ones."""
+    against: str = "steps"
+    """The horizontal axis: steps, seconds (wall-clock time without evaluations), or a column, such as kl."""
     out: str | None = None
     """Picture, .png or .svg. Default: evals/curves.png, with a number if that exists."""
+
+
+def check_flags(flags: Any) -> None:
+    """Raises UserError for a number that makes no sense, and for a flag that takes values and has none."""
+    for name, least in dict(samples=1, prompts=1, seeds=1, jobs=1, own=0).items():
+        value = getattr(flags, name, None)
+        if value is not None and not least <= value <= 10**6:
+            raise UserError(f"--{name} is {value}; it must lie from {least} to 1,000,000")
+    for name, value in vars(flags).items():
+        if value == () and name != "runs":
+            raise UserError(f"--{name} has no value; give it one or more, or leave it out")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -349,17 +400,35 @@ def run_folder(spec: str, flag: str) -> Path | None:
     return None
 
 
-def settings_of(spec: str, flags: Settings, flag: str = "--model") -> Config:
-    """The trainer's settings for a model: its run's, with our flags over them."""
-    run = run_folder(spec, flag)
-    args = ["--model", str(run / "final") if run else spec]
-    for field in dataclasses.fields(Settings):
-        value = getattr(flags, field.name)
+def settings_of(spec: str, flags: Settings, flag: str = "--model", beside: Path | None = None) -> Config:
+    """The trainer's settings for a model: its run's, or for a model that is no run those of the run `beside` it, with
+    our flags over them."""
+    own = run_folder(spec, flag)
+    run = own or beside
+    args = ["--model", str(own / "final") if own else spec]
+    for field in dataclasses.fields(RowSettings):
+        value = getattr(flags, field.name, None)
         if field.name == "config" and value is None and run:
             value = run / "config.toml"
         values = map(str, value) if isinstance(value, tuple) else [str(value)]
         args += [] if value is None else [humanline.flag_of(field.name), *values]
     return humanline.parse_config(args)
+
+
+def settings_of_all(flags: Accuracy | Show | Chat) -> list[Config]:
+    """The settings of each --model, with the first run among them for those that are no run."""
+    run = next(filter(None, (run_folder(name, "--model") for name in flags.model)), None)
+    return [settings_of(name, flags, beside=run) for name in flags.model]
+
+
+def settings_with_one_reward(flags: Accuracy | Show) -> list[Config]:
+    """The settings of each --model; raises UserError where their rewards differ."""
+    configs = settings_of_all(flags)
+    rewards = {config.reward for config in configs}
+    if len(rewards) > 1:
+        names = " and ".join(sorted(map(" ".join, rewards)))
+        raise UserError(f"--model: these runs have different rewards, {names}; choose with --reward")
+    return configs
 
 
 def load(spec: str, config: Config, scored: bool = True) -> Sampler:
@@ -378,11 +447,17 @@ def check_one_vocabulary(one: Sampler, other: Sampler, flag: str) -> None:
                         f"name a model with the same tokenizer")
 
 
-def rows_to_measure(flags: Accuracy | Winrate, config: Config) -> str:
+def rows_to_measure(flags: Accuracy | Show | Winrate, config: Config) -> str:
     """--data, or what the run measures itself on."""
     if flags.data is None and config.eval_data is None:
         raise UserError(f"--data: name the rows to measure on; --model {config.model} has no --eval-data of its own")
     return flags.data or config.eval_data
+
+
+def read_rows(data: str, config: Config) -> list[Row]:
+    """The rows of --data; raises UserError where they cannot be read."""
+    with humanline.explained(f"--data {data}", "name a file or a data set that can be read"):
+        return humanline.read_rows(data, config, "--data")
 
 
 def encode(sampler: Sampler, rows: list[Row], offline: bool) -> list[Group]:
@@ -410,19 +485,33 @@ def draw(sampler: Sampler, prompts: list[Group], rows: list[Row], samples: int,
     return [drawn[i] for i in range(len(prompts))], tokens / (time.perf_counter() - started)
 
 
+def greedily(config: Config) -> Config:
+    """The settings with which each draw is the most likely token: a nucleus of one."""
+    return dataclasses.replace(config, top_p=1e-9)
+
+
+def completions_of(sampler: Sampler, group: Group) -> list[dict]:
+    """A drawn group as people read it."""
+    texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
+    return [dict(completion=text, score=score, tokens=len(ids), truncated=ids[-1] not in sampler.stops)
+            for text, ids, score in zip(texts, group.completions, group.rewards)]
+
+
 def token_logps(sampler: Sampler, groups: list[Group]) -> list[list[np.ndarray]]:
     """log π(y_t | x, y_<t) in nats of each token of each completion of each group, as the trainer computes it."""
-    config, logps = dataclasses.replace(sampler.config, loss="grpo"), []  # every sequence by itself
+    policy = sampler.policy
+    config, found = dataclasses.replace(sampler.config, loss="grpo"), []  # every sequence by itself
+    values = lambda microbatch: humanline.log_probs(policy, microbatch)[0]
     with tqdm(total=len(groups), desc=f"log-probs by {sampler.name}", unit="prompt", leave=False) as bar:
         for start in range(0, len(groups), 64):
             part = groups[start : start + 64]
             sequences = [humanline.Sequence(group.prompt, completion)
                          for group in part for completion in group.completions]
-            humanline.attach_ref_logps(sampler.policy, humanline.Batch(0, sequences, [], None), config)
-            in_order = iter(sequences)
-            logps += [[next(in_order).ref_logps.double().numpy() for _ in group.completions] for group in part]
+            with humanline.mixed_precision(policy.device, config):
+                logps = iter(humanline.completion_values(policy, sequences, config, values))
+            found += [[next(logps).double().numpy() for _ in group.completions] for group in part]
             bar.update(len(part))
-    return logps
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -450,6 +539,51 @@ def table(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     pad = lambda i, cell: cell.rjust(widths[i]) if i else cell.ljust(widths[i])
     return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows)
+
+
+def printable(text: str) -> str:
+    """The text without what would move the cursor or ring the bell; lines and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
+
+
+def cells(text: str) -> int:
+    """How many columns of a terminal the text takes: two for Chinese characters and most emoji, none for accents.
+
+    >>> cells("abc"), cells("你好"), cells("e\N{COMBINING ACUTE ACCENT}")
+    (3, 4, 1)
+    """
+    return sum(0 if unicodedata.category(c) in ("Mn", "Me", "Cf") else 1 + (unicodedata.east_asian_width(c) in "FW")
+               for c in text)
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Its lines, none of them above `width` columns of a terminal; words stay whole where they can.
+
+    >>> wrap("The sea is calm, anticonstitutionally.", 10)
+    ['The sea is', 'calm,', 'anticonsti', 'tutionally', '.']
+    """
+    lines = []
+    for paragraph in printable(text).expandtabs(4).strip("\n").split("\n"):
+        line = ""
+        for word in re.findall(r"\s*\S+", paragraph):
+            if line and cells(line + word) > width:
+                lines.append(line)
+                line, word = "", word.lstrip()
+            line += word
+            while cells(line) > width:
+                end = next(end for end in range(width, 0, -1) if cells(line[:end]) <= width)
+                lines.append(line[:end])
+                line = line[end:]
+        lines.append(line)
+    return lines
+
+
+def side_by_side(texts: Iterable[str], width: int) -> str:
+    """Texts in columns of one width, together at most `width` columns of a terminal."""
+    texts = list(texts)
+    own = (width + 3) // len(texts) - 3
+    rows = itertools.zip_longest(*(wrap(text, own) for text in texts), fillvalue="")
+    return "\n".join(" │ ".join(text + " " * (own - cells(text)) for text in row).rstrip() for row in rows)
 
 
 def new_file(out: str | None, kinds: tuple[str, ...], default: str = "", flag: str = "--out") -> Path:
@@ -512,28 +646,22 @@ def accuracy(flags: Accuracy) -> None:
     ks = sorted(set(flags.k or (1, flags.samples)))
     if not 1 <= ks[0] <= ks[-1] <= flags.samples:
         raise UserError(f"--k {' '.join(map(str, ks))} --samples {flags.samples}: pass@k needs 1 <= k <= samples")
-    configs = [settings_of(name, flags) for name in flags.model]
-    rewards = {config.reward for config in configs}
-    if len(rewards) > 1:
-        names = " and ".join(sorted(map(" ".join, rewards)))
-        raise UserError(f"--model: these runs have different rewards, {names}; choose with --reward")
+    configs = settings_with_one_reward(flags)
     data, out = rows_to_measure(flags, configs[0]), new_file(flags.out, (".jsonl",), "accuracy.jsonl")
 
     lines, speeds, found = [], [], defaultdict(list)
     for i, (name, config) in enumerate(zip(flags.model, configs)):  # one model in memory at a time
-        rows = humanline.read_rows(data, config, "--data")
+        rows = read_rows(data, config)
         sampler = load(name, config)
         sampler.check_rows(rows)
         prompts = encode(sampler, rows, offline=False)
         drawn, speed = draw(sampler, prompts, rows, flags.samples, 2 * i)
         speeds.append(speed)
-        sampler.config = dataclasses.replace(config, top_p=1e-9)  # a nucleus of one token: greedy
+        sampler.config = greedily(config)
         greedy = draw(sampler, prompts, rows, 1, 2 * i + 1)[0] if flags.greedy else []
         for kind, group in (*(("sampled", group) for group in drawn), *(("greedy", group) for group in greedy)):
-            texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
-            for text, ids, score in zip(texts, group.completions, group.rewards):
-                lines.append(dict(model=name, kind=kind, row=group.row, prompt=rows[group.row].prompt, completion=text,
-                                  score=score, tokens=len(ids), truncated=ids[-1] not in sampler.stops))
+            for completion in completions_of(sampler, group):
+                lines.append(dict(model=name, kind=kind, row=group.row, prompt=rows[group.row].prompt) | completion)
                 found[i, kind, group.row].append(lines[-1])
         del sampler
     write(out, json_lines(lines))
@@ -575,21 +703,148 @@ def accuracy(flags: Accuracy) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# show
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def show_completions(flags: Show) -> None:
+    """Draw and score as `accuracy` does, print."""
+    configs = settings_with_one_reward(flags)
+    data, samples = rows_to_measure(flags, configs[0]), 1 if flags.greedy else flags.samples
+    asked, told = [], []  # of each model, by row: the prompt as text, and the completions
+    for stream, (name, config) in enumerate(zip(flags.model, configs)):  # one model in memory at a time
+        rows = read_rows(data, config)
+        sampler = load(name, greedily(config) if flags.greedy else config)
+        sampler.check_rows(rows)
+        drawn, _ = draw(sampler, encode(sampler, rows, offline=False)[: flags.prompts], rows, samples, stream)
+        asked.append({group.row: as_text(rows[group.row].prompt) for group in drawn})
+        told.append({group.row: completions_of(sampler, group) for group in drawn})
+        del sampler
+
+    shown = [row for row in told[0] if all(row in own for own in told)]
+    terminal = max(27, shutil.get_terminal_size((100, 24)).columns)  # 100 into a file or a pipe
+    abreast = max(1, min(len(configs), (terminal + 3) // 30))  # columns of 27 at least
+    width = min(terminal, 80 * abreast)
+    for number, row in enumerate(shown, 1):
+        print(f"── {number} of {len(shown)}: {rows[row].where.removeprefix('--data ')} ".ljust(width, "─"))
+        prompts, answer = [own[row] for own in asked], rows[row].fields.get("answer")
+        for text in prompts[:1] * (len({*prompts}) == 1) + [f"(answer: {answer})"] * (answer is not None):
+            print(side_by_side([text], width))
+        for start in range(0, len(configs), abreast):
+            part = slice(start, start + abreast)
+            print("\n" + side_by_side(flags.model[part], width) + "\n" + "─" * width)
+            if len({*prompts}) > 1:  # runs with prompt formats of their own
+                print(side_by_side([f"({prompt})" for prompt in prompts[part]], width) + "\n")
+            for completions in zip(*(own[row] for own in told[part])):
+                print(side_by_side([completion["completion"] for completion in completions], width))
+                print(side_by_side([in_short(completion) for completion in completions], width) + "\n")
+    if len(shown) > 1:
+        means = [[name, *(show(interval([np.mean([line[key] for line in own[row]]) for row in shown]), digits)
+                          for key, digits in (("score", 3), ("tokens", 1), ("truncated", 3)))]
+                 for name, own in zip(flags.model, told)]
+        print(f"means over these {len(shown)} prompts; [95 % bootstrap intervals]; more: python eval.py accuracy\n"
+              + table([["", "reward", "tokens", "truncated"], *means]))
+
+
+def as_text(prompt: list[dict]) -> str:
+    """A prompt as people read it: its messages, with their roles where there are several."""
+    if len(prompt) == 1:
+        return prompt[0]["content"]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def in_short(completion: dict) -> str:
+    tokens = f"{completion['tokens']} tokens{', truncated' * completion['truncated']}"
+    return f"→ reward {completion['score']:.4g}, {tokens}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# chat
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Speaker:
+    """A model in a chat, with its dialogue so far. What it says is on the screen as it is drawn."""
+
+    def __init__(self, name: str, config: Config):
+        from transformers import TextStreamer
+
+        self.name, self.sampler = name, load(name, config, scored=False)
+        self.dialogue, self.said = [], ""  # messages; what it has said of its present answer
+        self.streamer = TextStreamer(self.sampler.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.streamer.on_finalized_text = self.say
+        policy = self.sampler.policy  # humanline.sample calls its `generate`
+        policy.generate = functools.partial(policy.generate, streamer=self.streamer)
+
+    def say(self, text: str, stream_end: bool = False) -> None:
+        self.said += text
+        print(printable(text), end="", flush=True)
+
+    def answer(self, message: str, seed: int) -> None:
+        """Answer a message as in training: its prompt is the dialogue up to there. Ctrl-C ends the answer."""
+        sampler, config = self.sampler, self.sampler.config
+        dialogue = [*self.dialogue, dict(role="user", content=message)]
+        prompt = humanline.read_row(dict(prompt=dialogue), "chat", config).prompt
+        with humanline.explained(f"--model {self.name}: its chat template refuses the dialogue", "leave out --system"):
+            ids = humanline.encode_prompts(sampler.tokenizer, [prompt])[0]
+        print(f"\n{self.name}> ", end="", flush=True)
+        room = sampler.longest - len(ids)
+        if room < 1:
+            self.dialogue = []
+            print(f"[longer than the model's {sampler.longest} positions: a new dialogue begins; "
+                  "say that again, or shorter]")
+            return
+        config, self.said = dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, room)), ""
+        try:
+            (completion, _), = humanline.sample(sampler.policy, [ids], sampler.stops, sampler.pad, config, seed)
+            print("" if completion[-1] in sampler.stops else f" [cut after {len(completion)} tokens]")
+        except KeyboardInterrupt:
+            self.streamer.end()
+            print(" [stopped]")
+        if sampler.tokenizer.chat_template:
+            self.dialogue = [*dialogue, dict(role="assistant", content=self.said)]
+
+
+def chat(flags: Chat) -> None:
+    """Listen, answer, remember."""
+    speakers = [Speaker(name, config) for name, config in zip(flags.model, settings_of_all(flags))]
+    sys.stdin.reconfigure(errors="replace")
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  arrow keys and history, by its import alone
+    print("/reset begins a new dialogue, /quit ends; Ctrl-C stops an answer.")
+    for speaker in speakers:
+        if not speaker.sampler.tokenizer.chat_template:
+            print(f"{speaker.name} has no chat template: it continues each text by itself, and remembers none.")
+    for turn in itertools.count():
+        try:
+            message = input("\nyou> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            message = "/quit"
+            print()
+        if message == "/quit":
+            return
+        if message == "/reset":
+            print("[a new dialogue]")
+        for speaker in speakers:
+            if message == "/reset":
+                speaker.dialogue = []
+            elif message:
+                speaker.answer(message, humanline.seed_for(flags.seed, "chat", turn))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # winrate
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def user_function(spec: str) -> Callable[..., list[float]]:
-    """The function that --judge FILE.py:function names."""
+def load_judge(spec: str, config: Config) -> Callable[..., list[float]]:
+    """The function that --judge FILE.py:function names, in a process of its own, with the time limit of rewards."""
     file, _, name = spec.rpartition(":")
     if not Path(file).is_file() or not file.endswith(".py"):
         raise UserError(f"--judge {spec}: no such file; write FILE.py:function")
-    sys.path.insert(0, str(Path(file).resolve().parent))  # what stands beside it can be imported
     with humanline.explained(f"--judge {spec}", "write FILE.py:function, a function(prompts, first, second, rows)"):
-        found = importlib.util.spec_from_file_location(Path(file).stem, file)
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-        return getattr(module, name)
+        process = humanline.RewardProcess(file, name)
+    return lambda *pairs: process("reward", *pairs, limit=config.reward_seconds * math.sqrt(len(pairs[0])))
 
 
 def ask_twice(judge: Callable[..., list[float]], spec: str, prompts: list, first: list[str], second: list[str],
@@ -597,7 +852,7 @@ def ask_twice(judge: Callable[..., list[float]], spec: str, prompts: list, first
     """(2, N): probabilities that the first text is better; how much the judge favours what it reads first, -1 to 1."""
     found, mend = [], f"it must return {len(prompts)} probabilities, one for each pair"
     for texts in ((first, second), (second, first)):
-        with humanline.explained(f"--judge {spec}", mend):
+        with humanline.explained(f"--judge {spec}", mend, longer="give it more time with --reward-seconds"):
             found.append(np.array([float(value) for value in judge(prompts, *texts, fields)]))
         if found[-1].shape != (len(prompts),) or not ((found[-1] >= 0) & (found[-1] <= 1)).all():
             raise UserError(f"--judge {spec}: {mend}")
@@ -606,16 +861,17 @@ def ask_twice(judge: Callable[..., list[float]], spec: str, prompts: list, first
 
 def winrate(flags: Winrate) -> None:
     """Draw both sides, judge, tell."""
-    config = settings_of(flags.model, flags)
-    other = settings_of(flags.against, flags, "--against") if flags.against != "data" else None
+    run = run_folder(flags.model, "--model")
+    if flags.against != "data":
+        run = run or run_folder(flags.against, "--against")
+    config = settings_of(flags.model, flags, beside=run)
+    other = settings_of(flags.against, flags, "--against", run) if flags.against != "data" else None
     data, out = rows_to_measure(flags, config), new_file(flags.out, (".jsonl",), "winrate.jsonl")
     outputs = new_file(flags.alpaca_eval, (".json",), flag="--alpaca-eval") if flags.alpaca_eval else None
-    rows = humanline.read_rows(data, config, "--data")
-    if flags.samples < 1:
-        raise UserError(f"--samples is {flags.samples}; it must be 1 or more")
+    rows = read_rows(data, config)
     if other is None and not all(row.completions for row in rows):
         raise UserError(f"--against data: {data} has rows without completions; name a model: --against MODEL")
-    judge = user_function(flags.judge) if flags.judge else None
+    judge = load_judge(flags.judge, config) if flags.judge else None
     sampler = load(flags.model, config, scored=judge is None)
     if judge is None:
         sampler.check_rows(rows)
@@ -750,7 +1006,7 @@ def data_quality(flags: DataQuality) -> None:
     config = settings_of(flags.model, flags)
     policy_config = settings_of(flags.policy, flags, "--policy") if flags.policy else None
     out = new_file(flags.out, (".png", ".svg"), "data.png")
-    read = {name: humanline.read_rows(name, config, "--data") for name in flags.data}
+    read = {name: read_rows(name, config) for name in flags.data}
     for name, rows in read.items():
         if not any(row.completions for row in rows):
             raise UserError(f"--data {name}: prompts without completions; there is nothing to judge")
@@ -830,7 +1086,7 @@ def perception(flags: Perception) -> None:
     ref_name = flags.ref or humanline.read_config(str(run / "config.toml")).model
     ref_config = settings_of(ref_name, flags, "--ref")
     data, out = flags.data or config.data[0], new_file(flags.out, (".png", ".svg"), "perception.png")
-    rows = humanline.read_rows(data, config, "--data")
+    rows = read_rows(data, config)
     if not all(row.completions for row in rows):
         raise UserError(f"--data {data}: prompts without completions; there are no outcomes to look at")
     policy, ref = load(flags.model, config, scored=False), load(ref_name, ref_config, scored=False)
@@ -946,22 +1202,25 @@ def plot(flags: Plot) -> None:
         label += f" ({len(names)} seeds)" if len(names) > 1 else ""
         groups[label if label not in groups else f"{label}, {names[0]}"] = list(runs.values())
     measured = {key for runs in groups.values() for run in runs for line in run.values() for key in line}
-    panels = [name for name in flags.show if name in measured]
-    if not panels:
-        raise UserError(f"plot: none of these runs has measured {', '.join(flags.show)}")
+    for flag, names in (("--metrics", flags.metrics or ()), ("--against", {flags.against} - {"steps"})):
+        for name in names:
+            if name not in measured:
+                raise UserError(f"{flag} {name}: no run has measured that; {humanline.suggest(name, measured)}")
+    panels = flags.metrics or [name for name in PANELS if name in measured]
     picture_curves(groups, panels, flags.against, out)
 
 
 def read_metrics(path: Path) -> dict[int, dict]:
     """A run's metrics by step, and sums so far: seconds, those not spent on sampling (`time`), tokens/s (`speed`)."""
-    lines = {line["step"]: line for line in humanline.read_metrics(path / "metrics.jsonl")}
+    lines = {line["step"]: {name: value for name, value in line.items() if isinstance(value, (int, float))}
+             for line in humanline.read_metrics(path / "metrics.jsonl")}
     if not lines:
         raise UserError(f"plot {path}: its metrics.jsonl has no step yet")
     seconds = sampling = tokens = 0.0
     for line in lines.values():
-        seconds += line["step_seconds"]
-        sampling += line["sample_seconds"]
-        tokens += line["tokens"]
+        seconds += line.get("step_seconds", 0)
+        sampling += line.get("sample_seconds", 0)
+        tokens += line.get("tokens", 0)
         line |= dict(seconds=seconds, time=seconds - sampling, sampling=sampling, speed=tokens / max(seconds, 1e-9))
     before = lines[min(lines)].get("accuracy_before")
     return lines if before is None else {0: dict(seconds=0.0, accuracy=before), **lines}
@@ -973,44 +1232,55 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
     return np.median(np.lib.stride_tricks.sliding_window_view(padded, width, axis=1), axis=2)
 
 
-def picture_curves(groups: dict[str, list[dict[int, dict]]], panels: list[str], against: str, path: Path) -> None:
-    """A panel for each quantity, a line for each group of runs: their mean, and a band over their whole range."""
+def picture_curves(groups: dict[str, list[dict[int, dict]]], panels: Iterable[str], against: str, path: Path) -> None:
+    """A panel for each quantity, a line for each group of runs: their mean, and a band over their whole range. Against
+    another quantity the line goes from step to step, to a dot at the last."""
     longest = max(line["seconds"] for runs in groups.values() for run in runs for line in run.values())
     unit, scale = ("hours", 3600) if longest > 3 * 3600 else ("minutes", 60) if longest > 180 else ("seconds", 1)
     columns = min(2, len(panels))
     height = math.ceil(len(panels) / columns)
     figure, axes = new_figure(0.3 + 2.3 * height + 0.13 * len(groups), height, columns)
-    legend, width = {}, 1
+    legend, width, by_time = {}, 1, against in ("steps", "seconds")
+    titles = {name: PANELS.get(name, name).format(unit=unit) for name in (*panels, against)}
+    titles |= dict(steps="optimizer steps", seconds=f"wall-clock time, {unit}")
+
+    def values(name: str, runs: list[dict[int, dict]], steps: list[int]) -> np.ndarray:  # (runs, steps)
+        nonlocal width
+        if name == "steps":
+            return np.array([steps], dtype=float)
+        found = np.array([[run[step][name] for step in steps] for run in runs], dtype=float)
+        if name in ("time", "sampling", "seconds"):
+            return found / scale
+        if name in ("accuracy", "speed", "lr") or not steps:
+            return found
+        own_width = max(1, round(len(steps) / 25))
+        width = max(width, own_width)
+        return smooth(found, own_width)
 
     def line(axis: Any, name: str, i: int, runs: list[dict[int, dict]], dash: str) -> Any:
-        nonlocal width
-        steps = sorted(set.intersection(*({step for step, line in run.items() if name in line} for run in runs)))
-        values = np.array([[run[step][name] for step in steps] for run in runs], dtype=float)
-        if name in ("reward", "unclamped", "drift", "kl", "grad_norm") and steps:
-            width = max(1, round(len(steps) / 25))
-            values = smooth(values, width)
-        values = values / scale if name in ("time", "sampling") else values
-        seconds = np.array([[run[step]["seconds"] for step in steps] for run in runs]).mean(0)
-        x, colour = np.array(steps) if against == "steps" else seconds / scale, OKABE_ITO[i % 7]
-        marker = "o" if name == "accuracy" else ""
-        if len(runs) > 1:
-            axis.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
-        return axis.plot(x, values.mean(0), linestyle=dash, color=colour, linewidth=1.8, marker=marker, markersize=4)[0]
+        wanted = {name, against} - {"steps"}
+        steps = sorted(set.intersection(*({step for step in run if wanted <= run[step].keys()} for run in runs)))
+        x, y = values(against, runs, steps).mean(0), values(name, runs, steps)
+        colour, marker = OKABE_ITO[i % 7], "o" if name == "accuracy" or not by_time else ""
+        if len(runs) > 1 and by_time:
+            axis.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.2, linewidth=0)
+        return axis.plot(x, y.mean(0), linestyle=dash, color=colour, linewidth=1.8, marker=marker, markersize=4,
+                         markevery=None if by_time else slice(-1, None))[0]
 
     for name, axis in zip(panels, axes):
         for i, (label, runs) in enumerate(groups.items()):
             legend.setdefault(label, line(axis, name, i, runs, DASHES[i // 7 % 4] if name != "time" else "-"))
             if name == "time":
                 line(axis, "sampling", i, runs, ":")
-        axis.set_title(PANELS[name].format(unit=unit), loc="left")
-        axis.set_xlabel("optimizer steps" if against == "steps" else f"wall-clock time, {unit}")
+        axis.set_title(titles[name], loc="left")
+        axis.set_xlabel(titles[against])
         if name == "kl":  # 0 at a sync, and now and then very large
             axis.set_yscale("symlog", linthresh=0.01)
     for spare in axes[len(panels) :]:
         spare.set_axis_off()
     save(figure, path, legend)
-    notes = {f"noisy quantities: medians over {width} steps": width > 1,
-             "bands: the range over seeds": any(len(runs) > 1 for runs in groups.values())}
+    notes = {f"noisy quantities: medians over up to {width} steps": width > 1,
+             "bands: the range over seeds": by_time and any(len(runs) > 1 for runs in groups.values())}
     print("; ".join(note for note, holds in notes.items() if holds))
 
 
@@ -1487,9 +1757,12 @@ def train_once(flags: str, home: Path) -> dict:
         curve |= {line["step"]: line["accuracy"] for line in lines if "accuracy" in line}
         names = ("drift", "unclamped", "kl", "grad_norm", "logp", "logp_wanted", "reward_margin")
         shown = {name: [float(f"{line[name]:.4g}") if name in line else None for line in lines] for name in names}
-        drawing, training = (sum(line[name] for line in lines) for name in ("sample_seconds", "step_seconds"))
-        outcome = dict(flags=flags, before=lines[0]["accuracy_before"], after=curve[config.steps], drawing=drawing,
-                       training=training, metrics=shown)
+        # A run that diverged at its first step has no line: what it began with and how long it took is not known.
+        before = lines[0]["accuracy_before"] if lines else math.nan
+        drawing, training = (sum(line[name] for line in lines) if lines else math.nan
+                             for name in ("sample_seconds", "step_seconds"))
+        outcome = dict(flags=flags, before=before, after=curve[config.steps], drawing=drawing, training=training,
+                       metrics=shown)
         write(path.with_suffix(".new"), json.dumps(outcome | {f"step {step}": value for step, value in curve.items()}))
         path.with_suffix(".new").rename(path)
     return json.loads(path.read_text())
@@ -1605,9 +1878,10 @@ def picture_report(runs: Runs, syncing: bool, path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-Command = Accuracy | Winrate | Annotated[DataQuality, tyro.conf.subcommand("data")] | Perception | Plot | Reproduce
-COMMANDS = {Accuracy: accuracy, Winrate: winrate, DataQuality: data_quality, Perception: perception, Plot: plot,
-            Reproduce: reproduce}
+Command = (Accuracy | Show | Chat | Winrate | Annotated[DataQuality, tyro.conf.subcommand("data")] | Perception | Plot |
+           Reproduce)
+COMMANDS = {Accuracy: accuracy, Show: show_completions, Chat: chat, Winrate: winrate, DataQuality: data_quality,
+            Perception: perception, Plot: plot, Reproduce: reproduce}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1617,6 +1891,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         flags = humanline.parse_flags(sys.argv[1:] if argv is None else argv, kind=Command)
+        check_flags(flags)
         COMMANDS[type(flags)](flags)
     except UserError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
@@ -1624,6 +1899,9 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, BrokenExecutor) as error:  # a full disk, a process that was killed; what is in the cache stays
         print(f"eval.py: stopped: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("eval.py: stopped", file=sys.stderr)
+        return 130  # as the shell says of a process that Ctrl-C ended
     return 0
 
 

@@ -220,6 +220,9 @@ def test_nothing_is_written_over_unless_it_is_named(ask, tiny, problems, tmp_pat
 # winrate.
 
 JUDGES = """
+import os
+import time
+
 def longer(prompts, first, second, rows):
     return [(1 + (len(a) > len(b)) - (len(a) < len(b))) / 2 for a, b in zip(first, second)]
 
@@ -229,6 +232,12 @@ def lopsided(prompts, first, second, rows):
 
 def wrong(prompts, first, second, rows):
     return [2.0] * len(first)
+
+def hangs(prompts, first, second, rows):
+    time.sleep(60)
+
+def dies(prompts, first, second, rows):
+    os._exit(3)
 """
 
 
@@ -281,6 +290,17 @@ def test_alpaca_evals_files_are_read_and_written_as_it_has_them(ask, tiny, judge
     assert [one["output"] for one in theirs] == [row["output"] for row in rows] and theirs[0]["generator"] == "data"
     assert all(set(one) == {"instruction", "output", "generator", "dataset"} for one in ours)
     assert {(one["generator"], one["dataset"]) for one in ours} == {(tiny, "helpful_base")}
+
+
+def test_both_sides_are_asked_as_the_run_among_them_is(run, tiny, problems, judges, tmp_path, monkeypatch):
+    folder, asked = run("--system hello --max-new-tokens 3 --steps 1"), []
+    encode = evaluation.encode
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluation, "encode", lambda one, *more, **how: asked.append(one) or encode(one, *more, **how))
+    for sides in ((folder, tiny), (tiny, folder)):
+        flags = "--data {} --judge {}:longer --limit 3".format(problems, judges)
+        assert evaluation.main(f"winrate --model {sides[0]} --against {sides[1]} {flags}".split()) == 0
+    assert [(one.config.system, one.config.max_new_tokens) for one in asked] == [("hello", 3)] * 4
 
 
 def test_an_alpaca_row_is_a_prompt_with_a_desirable_completion():
@@ -399,9 +419,55 @@ def test_plot_puts_seeds_into_one_line_and_keeps_settings_apart(ask, run, tmp_pa
         picture = (tmp_path / "curves.svg").read_text()
         assert "ours (2 seeds)" in picture and "plain<" in picture and word in picture
         assert all(title.split(",")[0] in picture for title in evaluation.PANELS.values())
-    ask(f"plot {' '.join(map(str, runs))} --show accuracy --out few.svg")
+    ask(f"plot {' '.join(map(str, runs))} --metrics accuracy --out few.svg")
     picture = (tmp_path / "few.svg").read_text()
     assert "pass@1" in picture and "gradient norm" not in picture and "run (2 seeds)" in picture and "run3" in picture
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    """curves[title] -> [(x, y) of each line] of the last figure."""
+    from matplotlib.figure import Figure
+
+    drawn, savefig = {}, Figure.savefig
+
+    def keep(figure, *args, **options):
+        drawn.clear()
+        for axes in figure.axes:
+            drawn[axes.get_title(loc="left")] = [tuple(map(list, line.get_data())) for line in axes.lines]
+            drawn["x"] = axes.get_xlabel()
+        savefig(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return drawn
+
+
+def written_run(folder: Path, lines: list[dict], more: bytes = b"") -> Path:
+    """The folder of a run with these metrics and no more."""
+    folder.mkdir()
+    (folder / "config.toml").write_text("")
+    (folder / "metrics.jsonl").write_bytes("".join(json.dumps(line) + "\n" for line in lines).encode() + more)
+    return folder
+
+
+def test_any_column_is_drawn_and_against_any_other(ask, curves, tmp_path):
+    lines = [dict(step=i, kl=i * i, reward=10 - i, novel=3 * i, kind="text") for i in (1, 2, 3)]
+    folder = written_run(tmp_path / "run", lines)
+    ask(f"plot {folder} --metrics novel kl")
+    assert curves["novel"] == [([1, 2, 3], [3, 6, 9])] and curves["x"] == "optimizer steps" and "reward" not in curves
+    said = ask(f"plot {folder} --metrics reward novel --against kl")
+    assert curves[evaluation.PANELS["reward"]] == [([1, 4, 9], [9, 8, 7])]
+    assert curves["novel"] == [([1, 4, 9], [3, 6, 9])] and curves["x"] == evaluation.PANELS["kl"] and "bands" not in said
+
+
+def test_of_damaged_metrics_the_good_lines_are_drawn_with_one_warning(ask, curves, tmp_path, capsys):
+    lines = [dict(step=i, loss=i / 2) for i in (1, 2)] + [dict(step=3, step_seconds="long"), dict(step=4, loss=None)]
+    damage = b'\xff\xfe\n7\n[]\n{"loss": 3}\n{"step": "x"}\n{"step": 5, "loss": 9'
+    folder = written_run(tmp_path / "run", lines, damage)
+    assert evaluation.main(["plot", str(folder), "--metrics", "loss"]) == 0
+    said = capsys.readouterr()
+    assert curves["loss"] == [([1, 2], [0.5, 1])]
+    assert said.err == f"humanline.py: warning: {folder}/metrics.jsonl: 6 damaged lines are left out\n"
 
 
 def test_time_and_tokens_add_up(run):
@@ -454,7 +520,11 @@ def other_vocabulary(tiny, tmp_path):
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:none", "--judge judges.py:none: "),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:wrong --limit 3 --max-new-tokens 3",
      "it must return 3 probabilities"),
-    ("winrate --model TINY --data prompts.jsonl --samples 0", "--samples is 0; it must be 1 or more"),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:dies --limit 3 --max-new-tokens 3",
+     "--judge judges.py:dies: its process ended with status 3"),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:hangs --limit 4 --max-new-tokens 3 "
+     "--reward-seconds 0.2", "took longer than 0.4 s; give it more time with --reward-seconds"),
+    ("winrate --model TINY --data prompts.jsonl --samples 0", "--samples is 0; it must lie from 1 to 1,000,000"),
     ("data --model TINY --data prompts.jsonl", "--data prompts.jsonl: prompts without completions"),
     ("data --model TINY --data empty.jsonl", "--data empty.jsonl: no rows"),
     ("data --model TINY --data groups.jsonl --policy OTHER", "its vocabulary is not that of"),
@@ -464,19 +534,35 @@ def other_vocabulary(tiny, tmp_path):
     ("plot", "plot: name the folders of runs"),
     ("plot runs/none", "plot runs/none: no such run"),
     ("plot young", "plot young: its metrics.jsonl has no step yet"),
-    ("plot runs/none --show nothing", "--show"),
+    ("plot old --metrics los", "--metrics los: no run has measured that; did you mean 'loss'?"),
+    ("plot old --against klx", "--against klx: no run has measured that; did you mean 'kl'?"),
+    ("plot old --metrics", "--metrics has no value"),
     ("plot --out curves.pdf", "--out curves.pdf: it must end in .png or .svg"),
-    ("nothing", "accuracy, winrate, data, perception, plot"),
+    ("nothing", "accuracy, show, chat, winrate, data, perception, plot"),
     ("accuracy --nothing 1", "--nothing"),
+    ("accuracy --model --limit 2", "--model has no value; give it one or more, or leave it out"),
+    ("accuracy --model TINY --data prompts.jsonl --k", "--k has no value"),
+    ("show --model TINY", "--data: name the rows to measure on"),
+    ("show --model TINY --data noanswer.jsonl", "--data noanswer.jsonl row 1: no 'answer'"),
+    ("show --model TINY --data prompts.jsonl --prompts 0", "--prompts is 0; it must lie from 1 to 1,000,000"),
+    ("chat --model", "--model has no value"),
+    ("chat --model runs/none", "--model runs/none: no such run or model"),
+    ("data --model TINY --data", "--data has no value"),
+    ("data --model TINY --data groups.jsonl --own -1", "--own is -1; it must lie from 0 to 1,000,000"),
+    ("reproduce --only", "--only has no value"),
+    ("reproduce --seeds 0", "--seeds is 0; it must lie from 1 to 1,000,000"),
+    ("reproduce --jobs -1", "--jobs is -1; it must lie from 1 to 1,000,000"),
 ])
 def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other_vocabulary, judges, tmp_path,
                                                  monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for folder in ("runs", "nothing", "died/checkpoint", "young"):
+    monkeypatch.setattr(evaluation, "train_all", lambda *_: pytest.fail("it trains, for an hour and more"))
+    for folder in ("runs", "nothing", "died/checkpoint", "young", "old"):
         Path(folder).mkdir(parents=True)
-    Path("died/config.toml").write_text("")
-    Path("young/config.toml").write_text("")
+    for run in ("died", "young", "old"):
+        Path(run, "config.toml").write_text("")
     Path("young/metrics.jsonl").write_text("")
+    Path("old/metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "kl": 0.1, "kind": "text"}\n')
     Path("empty.jsonl").write_text("")
     write_jsonl(Path("prompts.jsonl"), rows_of("prompts"))
     write_jsonl(Path("groups.jsonl"), rows_of("groups"))
@@ -485,6 +571,20 @@ def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other
     said = capsys.readouterr()
     assert (status, said.out) == (2, "") and not Path("evals").exists()
     assert re.fullmatch(r"eval\.py: error: [^\n]+\n", said.err) and complaint in said.err, said.err
+
+
+@pytest.mark.parametrize("command", ["accuracy", "show", "winrate --against TINY", "data", "perception --ref TINY"])
+@pytest.mark.parametrize("rows, complaint", [
+    ("latin-1.jsonl", "row 2: not JSON"), ("folder.jsonl", "Is a directory"), ("nested.jsonl", "row 1: not JSON")])
+def test_rows_that_cannot_be_read_are_one_line(command, rows, complaint, tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.jsonl").mkdir()
+    Path("latin-1.jsonl").write_text('{"prompt": "a"}\n{"prompt": "é"}\n', encoding="latin-1")
+    Path("nested.jsonl").write_text("[" * 100_000)
+    status = evaluation.main(f"{command} --model TINY --data {rows}".replace("TINY", tiny).split())
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "") and not Path("evals").exists()
+    assert re.fullmatch(rf"eval\.py: error: --data {rows}[^\n]+\n", said.err) and complaint in said.err, said.err
 
 
 def test_the_command_line_works_as_typed(tmp_path):
@@ -621,15 +721,17 @@ def test_other_recipes_have_other_results(monkeypatch):
     assert key != evaluation.recipes_key()
 
 
-def test_a_run_that_diverges_ends_with_nothing_right(tiny, data_files, tmp_path, monkeypatch):
+@pytest.mark.parametrize("last", [1, 3])
+def test_a_run_that_diverges_ends_with_nothing_right(last, tiny, data_files, tmp_path, monkeypatch):
     data = data_files["groups"]
     flags = (f"--model {tiny} --data {data} --eval-data {data} --steps 4 --batch-size 2 "
              "--lr 1e-3 --max-new-tokens 2 --eval-prompts 4 --eval-every 2 --seed 1")
     work, steps = humanline.forward_backward, []
-    broken = lambda *args: steps.append(1) or work(*args) | (dict(loss=math.nan) if len(steps) == 3 else {})
+    broken = lambda *args: steps.append(1) or work(*args) | (dict(loss=math.nan) if len(steps) == last else {})
     monkeypatch.setattr(humanline, "forward_backward", broken)
     found = evaluation.train_once(flags, tmp_path)
-    assert found["after"] == found["step 4"] == 0 and len(found["metrics"]["logp"]) == 2 and "step 2" in found
+    assert found["after"] == found["step 4"] == 0 and len(found["metrics"]["logp"]) == last - 1 and "step 2" in found
+    assert math.isnan(found["before"]) == math.isnan(found["training"]) == (last == 1)  # of which no line was written
 
 
 def test_the_tuning_takes_the_best_on_all_its_seeds_of_the_best_on_the_first():

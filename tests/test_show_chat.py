@@ -1,0 +1,267 @@
+"""What a person reads of a model: its completions side by side, and its answers in a dialogue."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from conftest import ROOT, rows_of, write_jsonl
+
+import eval as evaluation
+import humanline
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch, capsys):
+    """ask("show --samples 2") runs the command in an empty folder, 100 columns wide; returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(command: str) -> str:
+        status = evaluation.main(command.split())
+        said = capsys.readouterr()
+        assert status == 0, said.err
+        return said.out
+
+    return run
+
+
+@pytest.fixture
+def prompts(tmp_path) -> str:
+    return write_jsonl(tmp_path / "prompts.jsonl", rows_of("prompts"))
+
+
+# show.
+
+def shown(said: str, models: int) -> list[list[tuple[str, str]]]:
+    """Per prompt, per model: the first completion as it stands in its column, and what is said beneath it."""
+    blocks = []
+    for block in re.split(r"^── \d+ of \d+: .*$", said, flags=re.M)[1:]:
+        cells = [line.ljust(100).split(" │ ") for line in re.split("─{20,}\n", block)[1].splitlines()]
+        end = next(i for i, line in enumerate(cells) if line[0].startswith("→"))
+        blocks.append([("\n".join(line[i].rstrip() for line in cells[:end]), cells[end][i].strip())
+                       for i in range(models)])
+    return blocks
+
+
+def test_show_prints_what_the_models_say_and_what_it_is_worth(ask, tiny, prompts, varied):
+    said = ask(f"show --model {tiny} {tiny} --data {prompts} --prompts 3 --max-new-tokens 6 --reward {varied}")
+    config = humanline.parse_config(["--model", tiny, "--reward", varied, "--max-new-tokens", "6"])
+    rows = humanline.read_rows(prompts, config, "--data")
+    sampler = evaluation.load(tiny, config)
+    groups = evaluation.encode(sampler, rows, offline=False)[:3]
+    drawn = [evaluation.draw(sampler, groups, rows, 1, model)[0] for model in (0, 1)]
+    blocks = shown(said, 2)
+    assert len(blocks) == 3
+    for number, block in enumerate(blocks):
+        assert f"── {number + 1} of 3: {prompts} row {number + 1} ─" in said
+        assert f"\n{rows[number].prompt[0]['content']}\n" in said
+        for (text, beneath), model in zip(block, drawn):
+            completion, = evaluation.completions_of(sampler, model[number])
+            assert text.strip() == completion["completion"].strip()
+            cut = ", truncated" * completion["truncated"]
+            assert beneath == f"→ reward {completion['score']:.4g}, {completion['tokens']} tokens{cut}"
+    assert ", truncated" in said and "(answer: " in said
+    mean = np.mean([group.rewards[0] for group in drawn[1]])
+    assert re.search(rf"^{re.escape(tiny)} .*\n{re.escape(tiny)}  {mean:.3f} ", said, re.M)
+
+
+def test_greedy_completions_are_shown_once_and_are_those_of_accuracy(ask, tiny, prompts, tmp_path):
+    said = ask(f"show --model {tiny} --data {prompts} --prompts 4 --samples 3 --greedy --max-new-tokens 4")
+    ask(f"accuracy --model {tiny} --data {prompts} --limit 4 --samples 1 --max-new-tokens 4 --out drawn.jsonl")
+    lines = map(json.loads, (tmp_path / "drawn.jsonl").read_text().splitlines())
+    greedy = [line["completion"] for line in lines if line["kind"] == "greedy"]
+    assert [block[0][0].strip() for block in shown(said, 1)] == [text.strip() for text in greedy]
+    assert said.count("→ reward") == 4
+
+
+def test_a_model_that_is_no_run_is_asked_and_rewarded_as_the_run_beside_it(ask, run, tiny, prompts, varied):
+    folder = run(f"--prompt-template <{{prompt}}> --system hello --max-new-tokens 3 --reward {varied} --steps 1")
+    said = ask(f"show --model {tiny} {folder} --data {prompts} --prompts 2")
+    first = rows_of("prompts")[0]["prompt"]
+    assert f"system: hello\nuser: <{first}>\n" in said and said.count("system: hello") == 2
+    assert " 3 tokens, truncated" in said and " 4 tokens" not in said
+    rewards = [re.findall(r"→ reward (\S+),", line) for line in said.splitlines() if line.startswith("→")]
+    assert {reward for pair in rewards for reward in pair} - {"0", "1"}, "these are no rewards of --reward exact"
+
+
+def test_prompts_that_differ_between_runs_stand_in_the_columns(ask, run, prompts):
+    folders = [run(f"--prompt-template {around} --steps 1") for around in ("<{prompt}>", "[{prompt}]")]
+    said = ask(f"show --model {' '.join(map(str, folders))} --data {prompts} --prompts 1 --max-new-tokens 2")
+    first = rows_of("prompts")[0]["prompt"]
+    assert re.search(rf"^\(<{re.escape(first)}>\) +│ \(\[{re.escape(first)}\]\)$", said, re.M)
+
+
+@pytest.mark.parametrize("columns, abreast", [(80, 2), (120, 4), (27, 1)])
+def test_models_that_do_not_fit_beside_each_other_stand_below_each_other(ask, tiny, prompts, monkeypatch, columns,
+                                                                        abreast):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    said = ask(f"show --model {tiny} {tiny} {tiny} {tiny} --data {prompts} --prompts 1 --max-new-tokens 20")
+    lines = said.splitlines()[1:]  # but for the head, which names the row
+    assert max(line.count("│") for line in lines) == abreast - 1
+    assert max(map(evaluation.cells, lines)) <= columns and said.count("→ reward") == 4
+
+
+def test_columns_hold_whatever_a_model_may_say():
+    texts = ["你好，世界。" * 9, "fine 😊 " * 20, "a\x1b[2J\a\r\nb\tc", "x" * 99, "", "\n\n  indented\nlines\n"]
+    said = evaluation.side_by_side(texts, 120)
+    lines = said.splitlines()
+    edges = [[evaluation.cells(line[:i]) for i, c in enumerate(line) if c == "│"] for line in lines]
+    assert all(own == edges[0][: len(own)] for own in edges) and len(edges[0]) == 5
+    assert max(map(evaluation.cells, lines)) <= 120 and "\x1b" not in said and "\a" not in said and "\r" not in said
+    for text in texts:  # nothing is lost but spaces where a line ends
+        visible = evaluation.printable(text)
+        assert "".join(evaluation.wrap(text, 17)).replace(" ", "") == re.sub(r"\s", "", visible)
+
+
+# chat.
+
+TEMPLATE = ("{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}"
+            "{% if add_generation_prompt %}a:{% endif %}")
+
+
+def with_template(tiny: str, template: str | None, folder: Path) -> str:
+    """The tiny model with another chat template, or with none."""
+    transformers.AutoModelForCausalLM.from_pretrained(tiny).save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def talker(tiny, tmp_path_factory) -> str:
+    """Its prompts read u:hello;a:…;u:more;a:"""
+    return with_template(tiny, TEMPLATE, tmp_path_factory.mktemp("models") / "talker")
+
+
+@pytest.fixture(scope="session")
+def plain(tiny, tmp_path_factory) -> str:
+    return with_template(tiny, None, tmp_path_factory.mktemp("models") / "plain")
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """talk("--model x", "hello", …) -> what was printed, and for each answer the prompt and the completion as text."""
+
+    def run(flags: str, *messages: str) -> tuple[str, list[tuple[str, str]]]:
+        heard, sample = [], humanline.sample
+        tokenizer = humanline.embedded_tokenizer()
+
+        def listen(policy, prompts, *more):
+            (drawn,) = sample(policy, prompts, *more)
+            heard.append(tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompts[0], drawn[0])))
+            return [drawn]
+
+        lines = io.BytesIO("".join(f"{message}\n" for message in messages).encode())
+        with monkeypatch.context() as patch:
+            patch.setattr(humanline, "sample", listen)
+            patch.setattr(sys, "stdin", io.TextIOWrapper(lines))
+            status = evaluation.main(["chat", *flags.split()])
+        said = capsys.readouterr()
+        assert (status, said.err) == (0, "")
+        return said.out, heard
+
+    return run
+
+
+def test_a_chat_remembers_its_turns_until_it_is_reset(talk, talker):
+    said, heard = talk(f"--model {talker} --max-new-tokens 5", "1", "2", "", "/reset", "3")
+    (first, one), (second, two), (third, three) = heard
+    assert (first, second, third) == ("u:1;a:", f"u:1;a:{one};u:2;a:", "u:3;a:")
+    for answer in (one, two, three):
+        assert f"\n{talker}> {answer} [cut after 5 tokens]\n" in said
+    assert "[a new dialogue]" in said and one != three
+
+
+def test_a_chat_is_asked_as_in_training(talk, talker, run, data_files):
+    data = data_files["groups"]
+    folder = run("--steps 1 --system be --prompt-template <{prompt}> --max-new-tokens 3",
+                 flags=["--model", talker, "--data", data, "--batch-size", "2"])
+    _, ((first, one), (second, _)) = talk(f"--model {folder}", "1", "2")
+    assert first == "s:be;u:<1>;a:" and second == f"s:be;u:1;a:{one};u:<2>;a:" and len(one) <= 3
+
+
+def test_several_models_answer_in_turn_and_keep_their_own_dialogues(talk, talker, run, data_files):
+    flags = ["--model", talker, "--data", data_files["groups"], "--batch-size", "2"]
+    other = run("--steps 2 --lr 0.5 --no-humanline", flags=flags)
+    said, heard = talk(f"--model {talker} {other} --max-new-tokens 4", "1", "2")
+    (_, one), (_, two), (again, _), (again_two, _) = heard
+    assert again == f"u:1;a:{one};u:2;a:" and again_two == f"u:1;a:{two};u:2;a:" and one != two
+    assert re.findall(r"^(\S+)> ", said.replace("you> ", ""), re.M) == [talker, str(other)] * 2
+
+
+def test_without_a_chat_template_each_text_is_continued_by_itself_which_is_said_once(talk, plain):
+    said, heard = talk(f"--model {plain} --max-new-tokens 4", "1", "2")
+    assert [prompt for prompt, _ in heard] == ["1", "2"] and said.count(f"{plain} has no chat template") == 1
+
+
+def test_the_draws_of_a_chat_are_a_function_of_the_seed(talk, talker):
+    flags = f"--model {talker} --max-new-tokens 8"
+    assert talk(flags, "1") == talk(flags, "1") != talk(f"{flags} --seed 1", "1")
+
+
+def test_an_answer_streams_and_ctrl_c_stops_it_alone(talk, talker, monkeypatch):
+    _, ((_, whole),) = talk(f"--model {talker} --max-new-tokens 9", "1")
+    count, put = iter(range(1, 100)), transformers.TextStreamer.put
+
+    def interrupted(streamer, value):
+        put(streamer, value)
+        if next(count) == 6:  # the prompt and five tokens
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(transformers.TextStreamer, "put", interrupted)
+    said, ((second, _),) = talk(f"--model {talker} --max-new-tokens 9", "1", "2")  # the stopped call returned nothing
+    partial, = re.findall(rf"{talker}> (.*) \[stopped\]", said)
+    assert partial and whole.startswith(partial) and partial != whole and second == f"u:1;a:{partial};u:2;a:"
+
+
+def test_ctrl_c_at_the_prompt_ends_the_chat(talker, monkeypatch, capsys):
+    def interrupted(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert evaluation.main(["chat", "--model", talker]) == 0 and capsys.readouterr().err == ""
+
+
+def test_ctrl_c_anywhere_else_is_one_line(monkeypatch, capsys):
+    def interrupted(flags):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(evaluation.COMMANDS, evaluation.Chat, interrupted)
+    assert evaluation.main(["chat"]) == 130 and capsys.readouterr().err == "eval.py: stopped\n"
+
+
+def test_a_dialogue_that_outgrows_the_model_begins_anew(talk, talker):
+    long = "1" * 30  # of 64 positions
+    said, heard = talk(f"--model {talker} --max-new-tokens 20", long, long, "2", "3" * 70, "4")
+    assert said.count("[longer than the model's 64 positions: a new dialogue begins;") == 2
+    assert [prompt for prompt, _ in heard] == [f"u:{long};a:", "u:2;a:", "u:4;a:"]
+
+
+def test_the_last_positions_are_used_to_their_end(talk, talker):
+    _, ((prompt, answer),) = talk(f"--model {talker} --max-new-tokens 20 --temperature 1000", "1" * 50)
+    assert 0 < len(answer) <= 64 - len(prompt) < 20
+
+
+def test_a_chat_by_pipe_reads_any_bytes_and_ends_with_its_input(talker, tmp_path):
+    line = [sys.executable, str(ROOT / "eval.py"), "chat", "--model", talker, "--max-new-tokens", "2"]
+    done = subprocess.run(line, input=b"1\n\xff\n", capture_output=True, cwd=tmp_path, env={**os.environ})
+    said = done.stdout.decode()
+    assert (done.returncode, done.stderr) == (0, b"") and said.count(f"\n{talker}> ") == 2 and said.endswith("you> \n")
+
+
+def test_a_template_that_refuses_the_dialogue_is_one_line(tiny, tmp_path, monkeypatch, capsys):
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    folder = with_template(tiny, refusal + TEMPLATE, tmp_path / "strict")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"1\n")))
+    assert evaluation.main(["chat", "--model", folder, "--system", "be"]) == 2
+    assert re.fullmatch(r"eval\.py: error: .*its chat template refuses the dialogue: no system; leave out --system\n",
+                        capsys.readouterr().err)
