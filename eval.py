@@ -499,17 +499,19 @@ def completions_of(sampler: Sampler, group: Group) -> list[dict]:
 
 def token_logps(sampler: Sampler, groups: list[Group]) -> list[list[np.ndarray]]:
     """log π(y_t | x, y_<t) in nats of each token of each completion of each group, as the trainer computes it."""
-    config, logps = dataclasses.replace(sampler.config, loss="grpo"), []  # every sequence by itself
+    policy = sampler.policy
+    config, found = dataclasses.replace(sampler.config, loss="grpo"), []  # every sequence by itself
+    values = lambda microbatch: humanline.log_probs(policy, microbatch)[0]
     with tqdm(total=len(groups), desc=f"log-probs by {sampler.name}", unit="prompt", leave=False) as bar:
         for start in range(0, len(groups), 64):
             part = groups[start : start + 64]
             sequences = [humanline.Sequence(group.prompt, completion)
                          for group in part for completion in group.completions]
-            humanline.attach_ref_logps(sampler.policy, humanline.Batch(0, sequences, [], None), config)
-            in_order = iter(sequences)
-            logps += [[next(in_order).ref_logps.double().numpy() for _ in group.completions] for group in part]
+            with humanline.mixed_precision(policy.device, config):
+                logps = iter(humanline.completion_values(policy, sequences, config, values))
+            found += [[next(logps).double().numpy() for _ in group.completions] for group in part]
             bar.update(len(part))
-    return logps
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -794,7 +796,7 @@ class Speaker:
             return
         config, self.said = dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, room)), ""
         try:
-            completion = humanline.sample(sampler.policy, [ids], sampler.stops, sampler.pad, config, seed)[0]
+            (completion, _), = humanline.sample(sampler.policy, [ids], sampler.stops, sampler.pad, config, seed)
             print("" if completion[-1] in sampler.stops else f" [cut after {len(completion)} tokens]")
         except KeyboardInterrupt:
             self.streamer.end()

@@ -155,9 +155,9 @@ def talk(monkeypatch, capsys):
         tokenizer = humanline.embedded_tokenizer()
 
         def listen(policy, prompts, *more):
-            completions = sample(policy, prompts, *more)
-            heard.append(tuple(tokenizer.decode(ids[0], skip_special_tokens=True) for ids in (prompts, completions)))
-            return completions
+            (drawn,) = sample(policy, prompts, *more)
+            heard.append(tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompts[0], drawn[0])))
+            return [drawn]
 
         lines = io.BytesIO("".join(f"{message}\n" for message in messages).encode())
         with monkeypatch.context() as patch:
