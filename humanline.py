@@ -26,6 +26,7 @@ unknown one.
 
 import array
 import contextlib
+import csv
 import dataclasses
 import datetime
 import fcntl
@@ -173,7 +174,8 @@ class Config:
 
     # What is written, and when.
     out: str | None = None  # The run's folder. Default: a new one under runs/.
-    save_every: int = 0  # Write a checkpoint every this many steps; 0 writes none but the final model.
+    save_every: int | None = None
+    """Write a checkpoint every this many steps; 0: none but the final model. Default: 64, embedded model 0."""
     keep: int = 2  # Checkpoints kept.
     resume: str | None = None
     """`latest`: go on from the newest whole checkpoint in --out, or start afresh where there is none. Or a path."""
@@ -608,7 +610,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
                 ]).double()
         return sums
 
-    sums = fit_memory(backward, config)
+    sums = fit_memory(backward, trained, config)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -773,6 +775,7 @@ class Run:
             for name in ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl"):
                 cut_lines(self.out / name, first if checkpoint else -1)  # later steps are done again
             describe(config, self.policy, groups, self.reference, first)
+            warn_of_oddities(config, self.rows, self.batches)
             self.track = tracker(config, self.out, first)
         self.before, self.latest = None, {}  # what `measure` gave before the first step, and at last
         for line in earlier:
@@ -790,7 +793,8 @@ class Run:
         """On --eval-data, if there is any, the mean reward of fresh samples, `accuracy`, which for rewards of 0 and 1 is
         pass@1; and `greedy`, that of the most likely completions, token by token."""
         config, values = self.config, {}
-        sampled = dict(temperature=config.eval_temperature or config.temperature, top_p=config.eval_top_p or config.top_p)
+        temperature, top_p = config.eval_temperature or config.temperature, config.eval_top_p or config.top_p
+        sampled = dict(temperature=temperature, top_p=top_p)
         greedy = dict(temperature=0.001, top_p=1.0)
         ways = [("accuracy", config.eval_samples, sampled), ("greedy", 1, greedy)][: 2 if config.eval_greedy else 1]
         for name, samples, settings in ways if self.eval_groups else []:
@@ -824,7 +828,7 @@ class Run:
             groups = [sorted(lines[i : i + size], key=lambda line: line["reward"]) for i in range(0, len(lines), size)]
             ranked = next((group for group in groups if group[0]["reward"] < group[-1]["reward"]), groups[0])
             for kind, line in (("best", ranked[-1]), ("worst", ranked[0])):
-                text = f"{line['prompt'][-1]['content']} → {line['completion']}".replace("\n", " ")
+                text = f"{line['prompt'][-1]['content'][-20:]} → {line['completion']}".replace("\n", " ")
                 shown = f"step {step} {kind:5} {line['reward']:6.2f}  {text}"
                 tqdm.write(shown[: shutil.get_terminal_size().columns - 1])
 
@@ -1218,12 +1222,8 @@ def read_table(name: str, source: str) -> Iterator[dict]:
     kind, split = FILE_KINDS.get(Path(path).suffix.lower()), rest[-1] if rest else "train"
     require(kind or not Path(path).is_file(), f"{source}: a file of no known kind; there are {', '.join(FILE_KINDS)}")
     require(not kind or Path(path).exists(), f"{source}: no such file")
-    if Path(path).suffix.lower() == ".jsonl":
-        for number, line in enumerate(filter(bytes.strip, open(path, "rb")), 1):
-            with explained(f"{source} row {number}: not JSON", "mend the row or remove it"):
-                fields = json.loads(line)
-            require(isinstance(fields, dict), f"{source} row {number}: not a JSON object")
-            yield fields
+    if kind in ("json", "csv"):  # values as they are written, where `datasets` would make dates and numbers of texts
+        yield from read_text_table(Path(path), kind, source)
         return
     import datasets
     datasets.disable_progress_bars()
@@ -1235,6 +1235,25 @@ def read_table(name: str, source: str) -> Iterator[dict]:
         else:
             table = datasets.load_dataset(path, *rest[:-1], split=split)
     yield from table
+
+def read_text_table(path: Path, kind: str, source: str) -> Iterator[dict]:
+    """JSON lines, a JSON list of objects, or CSV, of which all values are texts but for `label` and `reward`."""
+    with explained(source, "mend the file"):
+        if kind == "csv":
+            for fields in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"))):
+                for key in {"label", "reward"} & fields.keys():
+                    with contextlib.suppress(ValueError):
+                        fields[key] = json.loads(fields[key].lower())
+                yield {key: value or None for key, value in fields.items()}
+            return
+        if path.suffix.lower() == ".json" and path.read_bytes().lstrip()[:1] == b"[":
+            yield from json.loads(path.read_bytes())
+            return
+    for number, line in enumerate(filter(bytes.strip, open(path, "rb")), 1):
+        with explained(f"{source} row {number}: not JSON", "mend the row or remove it"):
+            fields = json.loads(line)
+        require(isinstance(fields, dict), f"{source} row {number}: not a JSON object")
+        yield fields
 
 # Our names for what data sets call otherwise: Alpaca, MATH, GSM8K, UltraFeedback-ArmoRM, HALOs. For others add a line.
 PUBLISHED = (
@@ -1354,6 +1373,13 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
     with explained(f"{flag}: the model's chat template refuses a prompt", "change the prompts, or leave out --system"):
         prompts = encode_prompts(tokenizer, [row.prompt for row in rows])
     texts = [text for row in rows for text in row.completions]
+    special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
+    for row in rows if special.pattern else []:
+        found = next(filter(None, map(special.search, [row.prompt[-1]["content"], *row.completions])), None)
+        if found:
+            warn(f"{row.where}: its text holds the special token {found[0]}, which is read as one; the chat template "
+                 "adds them where they belong")
+            break
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
     sampled = [ids for row in rows for ids in row.tokens]  # another tokenizer's are not taken
     is_ours = max((max(ids) for ids in sampled), default=0) < len(tokenizer) and tokenizer.batch_decode(
@@ -1698,7 +1724,13 @@ class Reward:
         if isinstance(values, Exception):
             reasons.append(values)
         if not isinstance(values, list):
-            alone = [attempt(*([part] for part in sample)) for sample in zip(prompts, completions, rows)]
+            end = math.inf  # where all together took too long, one by one they get as long again
+            if "took longer" in str(values):
+                end = time.monotonic() + self.config.reward_seconds * math.sqrt(len(completions))
+            alone = []
+            for sample in zip(prompts, completions, rows):
+                late = time.monotonic() > end
+                alone.append(TimeoutError("no time was left") if late else attempt(*([part] for part in sample)))
             values = [value[0] if isinstance(value, list) else value for value in alone]
         good = [isinstance(value, (int, float)) and abs(value) < 1e300 for value in values]
         reasons += [value for value, is_good in zip(values, good) if not is_good]
@@ -1785,7 +1817,7 @@ class RewardProcess:
 
 def serve_reward(path, name, pipe):
     """In a RewardProcess: answer calls, the first of which only loads, until the pipe closes, even amid a call."""
-    import importlib, json, multiprocessing.connection, os, queue, sys, threading
+    import importlib.util, json, multiprocessing.connection, os, queue, sys, threading
     pipe, calls, loaded = multiprocessing.connection.Connection(pipe), queue.SimpleQueue(), False
 
     def listen():
@@ -1800,7 +1832,11 @@ def serve_reward(path, name, pipe):
     while True:
         kind, *values = calls.get() or ["load"]
         try:
-            module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
+            if not loaded:  # by its path, as it may have the name of a module of Python's
+                spec = importlib.util.spec_from_file_location("reward_file", path)
+                module = importlib.util.module_from_spec(spec)
+                sys.modules["reward_file"] = module
+                spec.loader.exec_module(module)
             value, function = None, getattr(module, name)
             if not loaded and hasattr(module, "prepare_reward"):
                 module.prepare_reward()
@@ -1948,18 +1984,22 @@ def completion_values(model: Module, sequences: list[Sequence], config: Config,
                 parts[sequence.index] = value
         return parts
 
-    parts = fit_memory(compute, config)
+    parts = fit_memory(compute, sequences, config)
     flat = torch.cat(parts) if parts else torch.zeros(0, device=model.device)
     return list(sum_over_ranks(flat).cpu().split([len(part) for part in parts]))
 
-def fit_memory(work: Callable[[], Any], config: Config) -> Any:
-    """work(), and where it runs out of memory, on a GPU or on the CPU, again with smaller microbatches."""
+def fit_memory(work: Callable[[], Any], sequences: list[Sequence], config: Config) -> Any:
+    """work() on sequences, and where it runs out of memory, on a GPU or on the CPU, again with smaller microbatches."""
     while True:
         try:
             return work()
         except RuntimeError as error:
-            if "memory" not in str(error) or config.shard or config.microbatch_tokens == 1:
+            if "memory" not in str(error) or config.shard:
                 raise  # sharded, the other ranks are in the middle of an exchange
+            reason, longest = str(error).splitlines()[0], max(map(len, sequences))
+        if config.microbatch_tokens <= longest:
+            raise MemoryError(f"out of memory with one sequence of {longest} tokens at a time ({reason:.200}); take a "
+                              "smaller model, a lower --max-length, --checkpoint-activations or --shard")
         config.microbatch_tokens = math.ceil(config.microbatch_tokens / 2)
         warn(f"out of memory; from here on --microbatch-tokens {config.microbatch_tokens}, which changes no result")
 
@@ -2374,8 +2414,8 @@ def find_checkpoint(config: Config) -> Path | None:
     return None
 
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
-FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts eval_samples eval_greedy "
-                  "microbatch_tokens share_prompts compile shard checkpoint_activations track rollouts").split()
+FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
+                  "eval_greedy microbatch_tokens share_prompts compile shard checkpoint_activations track rollouts").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
     """Put everything back; returns the step that was the last. Raises UserError where the settings differ."""
@@ -2451,15 +2491,22 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> No
     weights = {name: full(value.detach()).cpu() for name, value in policy.state_dict().items()
                if name in distinct or name not in every}  # a tied head, once
 
+    def write(path: Path) -> None:
+        with new_folder(path, hashed=False) as folder:
+            policy.save_pretrained(folder, state_dict=weights)
+            tokenizer.save_pretrained(folder)
+            card = MODEL_CARD.format(**vars(config) | in_words(config), settings=to_toml(config))
+            (folder / "README.md").write_text(card, encoding="utf-8")
+
     if rank() == 0:
         try:
-            with new_folder(path, hashed=False) as folder:
-                policy.save_pretrained(folder, state_dict=weights)
-                tokenizer.save_pretrained(folder)
-                card = MODEL_CARD.format(**vars(config) | in_words(config), settings=to_toml(config))
-                (folder / "README.md").write_text(card, encoding="utf-8")
+            write(path)
         except Exception as error:  # safetensors has an exception of its own for a full disk
-            raise OSError(f"could not write {path}: {error}; with room made, go on with --resume latest") from error
+            rescue = Path(tempfile.mkdtemp(prefix="humanline-"), "final")
+            with contextlib.suppress(Exception):
+                write(rescue)
+            where = f"the model is in {rescue}" if rescue.exists() else f"nor {rescue}; the weights are lost"
+            raise OSError(f"could not write {path} ({error}); {where}") from error
 
 # ---------- The command line ------------------------------------------------------------------------------------------
 
@@ -2492,7 +2539,7 @@ def main(argv: list[str] | None = None) -> int:
         time.sleep(3 * (os.environ.get("RANK", "0") != "0"))  # one line, from rank 0, if it has the same to say
         print(f"humanline.py: error: {error}", file=sys.stderr)
         status = 2
-    except (FloatingPointError, OSError) as error:
+    except (FloatingPointError, MemoryError, OSError) as error:
         print(f"humanline.py: stopped: {error}", file=sys.stderr)
         status = 1
     if dist.is_initialized():
@@ -2500,8 +2547,8 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 # What None stands for, where the entry of the loss says nothing else.
-DEFAULTS = dict(max_new_tokens=512, eval_every=0, eval_greedy=False, batch_size=32, lr=1e-6, sync_k=1)
-EMBEDDED_DEFAULTS = dict(eval_every=64, eval_greedy=True, batch_size=32, lr=8e-4, sync_k=128, steps=256)
+DEFAULTS = dict(max_new_tokens=512, save_every=64, eval_every=0, eval_greedy=False, batch_size=32, lr=1e-6, sync_k=1)
+EMBEDDED_DEFAULTS = dict(save_every=0, eval_every=64, eval_greedy=True, batch_size=32, lr=8e-4, sync_k=128, steps=256)
 
 def parse_config(argv: list[str]) -> Config:
     """Flags over --config over defaults, every `None` that has a default resolved, every value checked."""
@@ -2549,7 +2596,7 @@ def parse_flags(args: list[str], default: Any = tyro.MISSING_NONPROP, source: st
 def read_config(path: str) -> Config:
     """The settings of a TOML file: its keys are the flags' names, checked as if they had been typed."""
     with explained(f"--config {path}", "name a file of settings that is valid TOML"):
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     names, args = {field.name for field in dataclasses.fields(Config)} - {"config"}, []
     for key, value in table.items():
         name = key.replace("-", "_")
@@ -2647,6 +2694,29 @@ def describe(config: Config, policy: Module, groups: list[Group], reference: Ref
           f"data        {words['sources']}, {len(groups):,} prompts; completions {source}\n"
           f"objective   {config.loss}; {words['anchor']}{by}; perception: {words['perceived']}\n"
           f"steps       {first} to {config.steps}, batches of {config.batch_size}, lr {config.lr:g}", flush=True)
+
+def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
+    """One line for each thing that runs and is hardly meant."""
+    units = [] if config.sample_every else [unit for unit, _ in batches.units]
+    passes = config.steps * config.batch_size / max(1, len(units))
+    same = sum(len(unit) == 2 and unit[0].completion == unit[1].completion for unit in units)
+    kinds = {sequence.is_chosen for unit in units for sequence in unit}
+    ended = next((row.where for row in rows if row.prompt[-1]["role"] == "assistant"), "")
+    clip = f"[{config.log_eps_p}, {config.log_eps_r}]"
+    idle = [flag_of(name) for name in "epsilon epsilon_high ratio scale_rewards average".split()
+            if config.loss in ("dpo", "kto") and getattr(config, name) != getattr(Config, name)]
+    for text, is_so in {
+        f"{same} pairs have the same completion on both sides": same and LOSSES[config.loss].unit == "pair",
+        "all examples are of one kind, so KTO has nothing to hold them against": config.loss == "kto" and len(kinds) == 1,
+        f"the clip {clip} does not hold 0, where a log-ratio begins, so no token passes a gradient then":
+            config.perception == "clip" and not config.log_eps_p < 0 < config.log_eps_r,
+        f"{', '.join(idle)} acts with --loss grpo alone": idle,
+        f"{config.steps} steps of {config.batch_size} go through the data {passes:.0f} times": units and passes > 10,
+        f"{ended}: its prompt ends in the assistant's turn, which the completion then follows": ended,
+        "--limit also cuts the held-out rows": config.limit and config.eval_data and config.limit < config.eval_prompts,
+    }.items():
+        if is_so:
+            warn(text)
 
 def last_line(run: Run) -> str:
     """What was gained, in one sentence, and what to type next."""

@@ -279,3 +279,108 @@ def test_a_list_of_no_hashes_is_damage(run, tmp_path):
     assert humanline.find_damage(folder) == ""
     (folder / "files.json").write_text("{}")
     assert "damaged" in humanline.find_damage(folder)
+
+
+# Files as they are written, rewards that hang or have a known name, no memory, no room.
+
+def test_csv_and_json_values_stay_as_they_are_written(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,answer,label\n1+6=,007,\nwhen?,2024-01-08,\n\"a,\nb\",2.50,TRUE\n")
+    rows = [*humanline.read_table(str(tmp_path / "rows.csv"), "--data")]
+    assert rows == [dict(prompt="1+6=", answer="007", label=None), dict(prompt="when?", answer="2024-01-08", label=None),
+                    dict(prompt="a,\nb", answer="2.50", label=True)]
+    values = [dict(prompt="x", answer=5), dict(prompt="y", answer=2.5), dict(prompt="z", answer="2024-01-08")]
+    for name, text in (("list.json", json.dumps(values)), ("lines.json", "\n".join(map(json.dumps, values)))):
+        (tmp_path / name).write_text(text)
+        read = [*humanline.read_table(str(tmp_path / name), "--data")]
+        assert [(row["answer"], type(row["answer"])) for row in read] == [(5, int), (2.5, float), ("2024-01-08", str)]
+
+
+def test_a_hanging_reward_takes_twice_the_root_of_its_samples_and_no_more(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\n\ndef slow(prompts, completions, rows):\n    time.sleep(60)\n")
+    reward = humanline.Reward(f"{tmp_path}/slow.py:slow", Config(reward_seconds=0.2), torch.device("cpu"))
+    started = time.perf_counter()
+    assert reward([[]] * 16, ["a"] * 16, [{}] * 16) == [None] * 16
+    # 0.8 s together, 0.8 s one by one, and a process to start for each of those
+    assert time.perf_counter() - started < 15
+
+
+def test_a_reward_file_may_have_the_name_of_a_module_of_pythons(tmp_path):
+    (tmp_path / "json.py").write_text("def one(prompts, completions, rows):\n    return [1.0] * len(rows)\n")
+    reward = humanline.Reward(f"{tmp_path}/json.py:one", Config(), torch.device("cpu"))
+    assert reward([[]], ["a"], [{}]) == [1.0]
+
+
+def test_a_byte_order_mark_in_the_settings_is_no_error(tmp_path):
+    (tmp_path / "settings.toml").write_text("\ufeffloss = 'dpo'\n", encoding="utf-8")
+    assert humanline.parse_config(["--config", str(tmp_path / "settings.toml")]).loss == "dpo"
+
+
+def test_without_memory_for_one_sequence_the_run_ends_in_one_line(tiny, data_files, tmp_path, capsys, monkeypatch):
+    def no_memory(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    flags = short_run(tiny, data_files["pairs"], tmp_path / "out", "--loss dpo --batch-size 4")
+    monkeypatch.setattr(humanline, "log_ratios", no_memory)
+    assert humanline.main(flags) == 1
+    lines = capsys.readouterr().err.splitlines()
+    stopped = [line for line in lines if "stopped" in line]
+    assert len(stopped) == 1 and "one sequence of" in stopped[0] and "--max-length" in stopped[0]
+    assert 1 <= sum("out of memory; from here on" in line for line in lines) <= 12  # not down to one token
+
+
+def test_without_room_for_the_final_folder_the_model_is_put_elsewhere(run, tmp_path, capsys, monkeypatch):
+    new_folder = humanline.new_folder
+
+    def full_disk(path, hashed=True):
+        if path.parent == tmp_path / "out":
+            raise OSError(28, "No space left on device")
+        return new_folder(path, hashed)
+
+    monkeypatch.setattr(humanline, "new_folder", full_disk)
+    with pytest.raises(OSError, match="could not write .*No space left.*the model is in (/.*/final)") as error:
+        run("--steps 1", out=str(tmp_path / "out"))
+    rescued = Path(re.search(r"the model is in (/.*/final)", str(error.value))[1])
+    assert (rescued / "model.safetensors").exists()
+    humanline.shutil.rmtree(rescued.parent)
+
+
+def test_a_model_of_yours_has_checkpoints_by_default():
+    assert humanline.parse_config(["--model", "x", "--data", "y"]).save_every == 64
+    assert humanline.parse_config([]).save_every == 0
+
+
+def test_a_special_token_in_a_row_is_said_once_with_the_row(tiny, tmp_path, capsys):
+    rows = [dict(prompt=f"{i}", chosen="a<eos>b" if i > 1 else "a", rejected="b") for i in range(4)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    humanline.train(humanline.parse_config(short_run(tiny, path, tmp_path / "out", "--loss dpo --steps 1")))
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "special token" in line]
+    assert "row 3" in line and "<eos>" in line
+
+
+@pytest.mark.parametrize("loss", ["kto", "dpo"])
+def test_groups_without_a_difference_are_left_out(tiny, tmp_path, loss):
+    rows = [dict(prompt=f"{i}", completions=["a", "b"], scores=[float(i % 2), 0.0]) for i in range(8)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    out = tmp_path / "out"
+    humanline.train(humanline.parse_config(short_run(tiny, path, out, f"--loss {loss} --steps 1 --batch-size 4")))
+    assert metrics(out)[0]["tokens"] == {"kto": 8, "dpo": 16}[loss]  # "a" and its end: of 4 examples or 4 pairs
+
+
+@pytest.mark.parametrize("loss, rows, flags, words", [
+    ("dpo", dict(chosen="a", rejected="a"), "", "4 pairs have the same completion on both sides"),
+    ("kto", dict(completion="a", label=True), "", "all examples are of one kind"),
+    ("grpo", None, "--log-eps-p 0.1", r"the clip \[0.1, 1.5\] does not hold 0"),
+    ("dpo", dict(chosen="a", rejected="b"), "--epsilon 0.1 --no-scale-rewards", "--epsilon, --scale-rewards acts with"),
+    ("dpo", dict(chosen="a", rejected="b"), "--steps 42 --lr 1e-6", "42 steps of 1 go through the data 10 times"),
+    ("dpo", dict(prompt=[dict(role="user", content="a"), dict(role="assistant", content="b")], chosen="c", rejected="d"),
+     "", "row 1: its prompt ends in the assistant's turn"),
+    ("dpo", dict(chosen="a", rejected="b"), "--limit 3 --eval-data ROWS", "--limit also cuts the held-out rows"),
+    ("dpo", dict(chosen="a", rejected="b"), "", None),
+])
+def test_what_is_hardly_meant_costs_one_warning(tiny, tmp_path, capsys, loss, rows, flags, words):
+    rows = [dict(prompt=f"{i}", answer="x") | (rows or dict(completions=["a", "b"], scores=[0.0, 1.0])) for i in range(4)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    more = f"--loss {loss} --batch-size 1 " + ("" if "--steps" in flags else "--steps 1 ") + flags.replace("ROWS", path)
+    humanline.train(humanline.parse_config(short_run(tiny, path, tmp_path / "out", more)))
+    warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warned) == (words is not None) and (words is None or re.search(words, warned[0])), warned
