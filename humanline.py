@@ -116,12 +116,14 @@ class Config:
     beta_r: float = 1.0  # See --gamma-r.
 
     # What keeps a run from falling apart on data that others drew, or that it drew long ago. Not in the paper.
-    taper: bool = False
+    taper: bool | None = None
     """Push a completion down only as far as the policy still says it: a worse completion's gradient has the weight
-    min(1, π_θ / π_sampler). Without this a sync makes room to push it down without end."""
-    prior: float = 0.0
-    """Judge each group as if it held this many rollouts more, with the mean reward of all (1 is good). So a group that
-    is all right still says that it is, where it would be forgotten for what other groups teach."""
+    min(1, π_θ / π_sampler). Without this a sync makes room to push it down without end. Default: with the embedded
+    model and humanline on, else off."""
+    prior: float | None = None
+    """Judge each group as if it held this many rollouts more, with the mean reward of all. So a group that is all right
+    still says that it is, where it would be forgotten for what other groups teach. Default: with the embedded model and
+    humanline 1, else 0."""
 
     # The objectives' own knobs.
     beta: float = 0.1  # DPO and KTO: how strongly the policy is held to the reference.
@@ -422,7 +424,7 @@ def sequences_of(group: Group, **fields: list) -> list[Sequence]:
 def group_with_advantages(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
     """GRPO: the whole group is one unit."""
     rewards, ids = torch.tensor(group.rewards, dtype=torch.float64), torch.zeros(len(group.rewards), dtype=torch.long)
-    advantages = group_advantages(rewards, ids, 0.01, config.scale_rewards, config.prior, mean_reward).tolist()
+    advantages = group_advantages(rewards, ids, 0.01, config.scale_rewards, config.prior or 0.0, mean_reward).tolist()
     return [sequences_of(group, advantage=advantages, is_chosen=[advantage > 0 for advantage in advantages])]
 
 def best_against_worst(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
@@ -442,10 +444,10 @@ def best_against_worst(group: Group, config: Config, mean_reward: float) -> list
 def above_and_below_mean(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
     """KTO: each completion is an example; desirable are those above the group's mean, or labelled so. A group without a
     difference gives none, but for --prior, which takes the mean reward of all into that mean."""
-    rewards = torch.tensor(group.rewards, dtype=torch.float64)
-    threshold = 0.5 if group.labelled else float((rewards.sum() + config.prior * mean_reward)
-                                                 / (len(rewards) + config.prior))
-    if not group.labelled and not config.prior and rewards.max() == rewards.min():
+    rewards, prior = torch.tensor(group.rewards, dtype=torch.float64), config.prior or 0.0
+    mean_of_both = float((rewards.sum() + prior * mean_reward) / (len(rewards) + prior))
+    threshold = 0.5 if group.labelled else mean_of_both
+    if not group.labelled and not prior and rewards.max() == rewards.min():
         return []
     return [[sequence] for sequence in sequences_of(group, is_chosen=[reward > threshold for reward in group.rewards])]
 
@@ -2547,8 +2549,10 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 # What None stands for, where the entry of the loss says nothing else.
-DEFAULTS = dict(max_new_tokens=512, save_every=64, eval_every=0, eval_greedy=False, batch_size=32, lr=1e-6, sync_k=1)
-EMBEDDED_DEFAULTS = dict(save_every=0, eval_every=64, eval_greedy=True, batch_size=32, lr=8e-4, sync_k=128, steps=256)
+DEFAULTS = dict(max_new_tokens=512, save_every=64, eval_every=0, eval_greedy=False, batch_size=32, lr=1e-6, sync_k=1,
+                taper=False, prior=0.0)
+EMBEDDED_DEFAULTS = dict(save_every=0, eval_every=64, eval_greedy=True, batch_size=32, lr=8e-4, sync_k=128, steps=256,
+                         taper=True, prior=1.0)
 
 def parse_config(argv: list[str]) -> Config:
     """Flags over --config over defaults, every `None` that has a default resolved, every value checked."""
@@ -2557,7 +2561,7 @@ def parse_config(argv: list[str]) -> Config:
         from_file = read_config(typed.config)
         config = parse_flags(argv, default=from_file)
         if config.humanline != from_file.humanline:  # the switch, if typed, outranks the parts in the file
-            for part, off in dict(sync_k=0, sync_drift=None, perception="none").items():
+            for part, off in dict(sync_k=0, sync_drift=None, perception="none", taper=False, prior=0).items():
                 if not config.humanline or getattr(from_file, part) == off:
                     setattr(config, part, getattr(typed, part))
         if typed.sync_drift is not None and typed.sync_k is None:  # a drift, if typed, replaces the file's k
@@ -2571,6 +2575,7 @@ def parse_config(argv: list[str]) -> Config:
         if all(source_name(name) == "embedded" for name in config.data):
             defaults["eval_data"] = f"embedded:{part}-test" if recipe.problems != two_digit_sums else "embedded:test"
     defaults["perception"] = "clip" if config.humanline else "none"
+    defaults |= dict(taper=False, prior=0.0) if not config.humanline else {}
     if not config.humanline or config.sync_drift is not None:
         defaults["sync_k"] = 0
     for name, value in defaults.items():
@@ -2677,7 +2682,8 @@ def in_words(config: Config) -> dict[str, str]:
     name, syncs = config.loss.upper(), is_synced(config)
     objective = {(True, True): f"{name} with humanline", (True, False): f"{name} with syncing only",
                  (False, True): f"{name} with perception only", (False, False): f"plain {name}"}
-    more = [text for text, is_so in (("a taper", config.taper), (f"a prior of {config.prior:g}", config.prior)) if is_so]
+    more = ["a taper"] if config.taper else []
+    more += [f"a prior of {config.prior:g}"] if config.prior else []
     base = config.model if on_hub(config.model) else re.sub(r"[^\w.-]+", "-", Path(config.model).name)  # no path
     return dict(objective=", ".join([objective[syncs, config.perception != "none"], *more]), anchor=anchor, base=base,
                 sources=" ".join(config.data), perceived=perceptions.get(config.perception, "nothing"))

@@ -36,8 +36,10 @@ def test_the_command_without_arguments_aligns_a_model(first):
     done, folder = first
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
-    before, after = map(float, re.search(r"went from (0\.\d+) to (0\.\d+)", last).groups())
-    assert 0.35 <= before <= 0.6 and after >= 0.80
+    numbers = re.search(r"went from (0\.\d+) to (\d\.\d+), greedy from (0\.\d+) to (\d\.\d+)", last).groups()
+    before, after, greedy_before, greedy_after = map(float, numbers)
+    assert 0.55 <= before <= 0.8 and after >= 0.88 and 0.4 <= greedy_before <= 0.7
+    assert greedy_after >= greedy_before + 0.2  # a skill, which no lower temperature gives
     assert "python humanline.py --config" in last and "the model is in runs/grpo-humanline-offline/final" in last
     lines = metrics(folder / "runs" / "grpo-humanline-offline")
     assert len(lines) == 256 and lines[-1]["accuracy"] == pytest.approx(after, abs=5e-4)
