@@ -1295,7 +1295,7 @@ def six_digit_sums(chance: random.Random) -> list[str]:
 
 
 def add_in_steps(problem: str, errs: float, chance: random.Random) -> str:
-    """The sum, and before it every partial sum, a line each; each is wrong with probability `errs`.
+    """The sum, and before it every partial sum, a line each; with probability `errs` the carry of a nine is forgotten.
 
     >>> print(add_in_steps("7+8+5=", 0.0, random.Random(0)))
     7+8=15
@@ -1306,18 +1306,49 @@ def add_in_steps(problem: str, errs: float, chance: random.Random) -> str:
     lines = []
     for digit in digits:
         partial_sum = f"{total}+{digit}="
-        total = humanline.add(partial_sum, errs, chance)
+        total = humanline.add(partial_sum, errs * (digit == "9"), chance)
         lines.append(f"{partial_sum}{total}\n")
     return "".join(lines) + total
 
 
-# Embedded models and data beside the demo's own: `embedded:better` and, for the longer task, `embedded:long` and
-# `embedded:long-worse`. Importing this file is enough to have them, in the processes of `reproduce` as well.
+def written_sums(chance: random.Random) -> list[str]:
+    """8,100 sums of two numbers of twelve digits, a line for each column from the right, with blanks to fill in."""
+    digit = lambda: chance.randrange(10)
+    return ["\n".join(f"{digit()}+{digit()}+_=__" for _ in range(12)) for _ in range(8100)]
+
+
+def add_in_columns(problem: str, errs: float, chance: random.Random) -> str:
+    """The blanks filled in: the carry into each column, and its sum; with probability `errs` a column that came to ten
+    or more only by a carry passes none on.
+
+    >>> print(add_in_columns("4+7+_=__\\n6+3+_=__\\n0+1+_=__", 0.0, random.Random(0)))
+    4+7+0=11
+    6+3+1=10
+    0+1+1=02
+    >>> print(add_in_columns("4+7+_=__\\n6+3+_=__\\n0+1+_=__", 1.0, random.Random(0)).splitlines()[-1])
+    0+1+0=01
+    """
+    carry, lines = 0, []
+    for column in problem.splitlines():
+        upper, lower = int(column[0]), int(column[2])
+        total = upper + lower + carry
+        lines.append(f"{upper}+{lower}+{carry}={total:02d}")
+        forgets = upper + lower == 9 and chance.random() < errs
+        carry = 0 if forgets else total // 10
+    return "\n".join(lines)
+
+
+# Embedded models and data beside the demo's own: `embedded:better` and, for two longer tasks, `embedded:long`,
+# `embedded:long-worse`, `embedded:column` and `embedded:column-worse`. Importing this file is enough to have them, in
+# the processes of `reproduce` as well.
 LONGER = dict(problems=six_digit_sums, demonstrate=add_in_steps, max_new_tokens=48, data_prompts=1024)
+LONGEST = dict(problems=written_sums, demonstrate=add_in_columns, max_new_tokens=128, data_prompts=1024)
 humanline.RECIPES.update({
     "better": Recipe(120, 384, 2e-3, (0.4, 0.4), parent="base"),
-    "long": Recipe(560, 128, 2e-2, (0.0, 0.1), least_accuracy=0.2, **LONGER),
-    "long-worse": Recipe(120, 128, 2e-3, (0.3, 0.3), parent="long", **LONGER)})
+    "long": Recipe(400, 128, 2e-2, (0.0, 0.6), least_accuracy=0.5, **LONGER),
+    "long-worse": Recipe(120, 128, 2e-3, (0.9, 0.9), parent="long", **LONGER),
+    "column": Recipe(500, 32, 1e-2, (0.0, 0.7), least_accuracy=0.4, **LONGEST),
+    "column-worse": Recipe(120, 32, 2e-3, (0.9, 0.9), parent="column", **LONGEST)})
 
 LOSSES = ("grpo", "dpo", "kto")
 DATA = {"its own samples": "--data embedded", "a worse model's": "--data embedded:worse",
