@@ -1686,8 +1686,9 @@ def stale(runs: Runs) -> list[str]:
         last = lambda name, what="exact": own(flags[name], f"{what} {STEPS[-1]}")
         offline, online, base = last("offline"), last("online"), own(flags["offline"], "exact 0")
         collapses = lambda name: int((last(name) < own(flags[name], "exact 0") - 0.1).sum())
-        rows = [[f"{loss.upper()}, {len(own.seeds)} seed{'s' * (len(own.seeds) > 1)}", "pass@1", "greedy", "− offline, paired", "of the gap",
-                 "worst seed", "collapsed", "seconds, drawing"]]
+        of = f"{len(own.seeds)} seed{'s' * (len(own.seeds) > 1)}"
+        rows = [[f"{loss.upper()}, {of}", "pass@1", "greedy", "− offline, paired", "of the gap", "worst seed",
+                 "collapsed", "seconds, drawing"]]
         greedy = own(flags["offline"], "greedy 0")
         rows.append(["the base", spread(base), spread(greedy), "–", "–", f"{min(base):.3f}", "–", "–"])
         for name in flags:
@@ -1979,8 +1980,8 @@ def reproduce(flags: Reproduce) -> None:
     command = ["python eval.py reproduce"] + ["--quick"] * flags.quick
     command += ["--only", *chosen] * bool(flags.only) + [f"--seeds {flags.seeds}"] * bool(flags.seeds)
     text = [f"# humanline, re-run\n\n`{' '.join(command)}`: {len(runs.wanted.keys() & known)} runs, "
-            f"seeds {seeds[0]} to {seeds[-1]}, each with a base of its own. Mean ± half of the 95 % interval over seeds; "
-            f"differences are paired by seed. {verdicts} verdicts, not corrected for their number."]
+            f"seeds {seeds[0]} to {seeds[-1]}, each with a base of its own. Mean ± half of the 95 % interval over "
+            f"seeds; differences are paired by seed. {verdicts} verdicts, not corrected for their number."]
     for name, lines in report.items():
         text.append(f"## {experiments[name].__doc__.rstrip('.')}\n\n" + "\n\n".join(lines).replace("\n\n- ", "\n- "))
     write(out, "\n\n".join(text) + "\n")
