@@ -193,7 +193,7 @@ PANELS = dict(reward="reward of the batch", accuracy="pass@1, held out", unclamp
               speed="tokens/s, so far", time="time spent, {unit} (dotted: sampling)")
 
 
-Experiment = Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "tuning"]
+Experiment = Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "stale", "tuning"]
 
 
 @dataclass
@@ -208,6 +208,11 @@ class Reproduce:
     """Seeds of each run: 1, 2, …, on which nothing was tuned. Default: 5, or 2 with --quick."""
     jobs: int | None = None
     """Runs at a time, each on one thread. Default: as many as there are cores."""
+    results: str | None = None
+    """With --only stale: JSON lines, one for each run. What the file has is not trained again; what is trained is
+    added to it."""
+    train: bool = True
+    """Train what is missing. Otherwise the report is of what there is."""
     out: str | None = None
     """Report, .md; the figure stands beside it. Default: evals/reproduce.md, with a number if that exists."""
 
@@ -602,6 +607,12 @@ def new_file(out: str | None, kinds: tuple[str, ...], default: str = "", flag: s
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    write(path.with_suffix(".new"), text)
+    path.with_suffix(".new").replace(path)
 
 
 def json_lines(lines: Iterable[dict]) -> str:
@@ -1473,19 +1484,20 @@ def gap(runs: Runs) -> list[str]:
     return [markdown(rows), *verdicts]
 
 
-def times_as_long(runs: Runs, one: str, other: str, steps: tuple[int, ...]) -> str:
+def times_as_long(runs: Runs, one: str, other: str, steps: tuple[int, ...], what: str = "step") -> str:
     """The wall-clock time of `one` over that of `other` to the pass@1 that both reach, by seed; between two
-    measurements pass@1 is taken to rise evenly."""
+    measurements pass@1 is taken to rise evenly. what: whether that of samples, or `exact`."""
 
     def seconds(run: dict, target: float) -> float:
-        points = [(0, run.get("before", math.nan))] + [(step, run.get(f"step {step}", math.nan)) for step in steps]
+        before = run.get("before" if what == "step" else f"{what} 0", math.nan)
+        points = [(0, before)] + [(step, run.get(f"{what} {step}", math.nan)) for step in steps]
         for (start, low), (end, high) in itertools.pairwise(points):
             if high >= target:
                 step = start + (end - start) * (target - low) / (high - low) if low < target else start
                 return run["training"] * max(1, step) / steps[-1]
         return math.nan
 
-    best = lambda run: max(run.get(f"step {step}", math.nan) for step in steps)
+    best = lambda run: max(run.get(f"{what} {step}", math.nan) for step in steps)
     pairs = [(slow, fast, min(best(slow), best(fast))) for slow, fast in zip(runs.each(one), runs.each(other))]
     return spread(np.array([seconds(slow, target) / seconds(fast, target) for slow, fast, target in pairs]), 2)
 
@@ -1654,6 +1666,94 @@ def long(runs: Runs) -> list[str]:
             f"{ratios[1]} times as long as every 64 steps with humanline."]
 
 
+STEPS = (*range(32, 257, 32),)  # when the runs of `stale` are measured
+LEARNED = 0.5  # pass@1 below which a base never got the idea of addition: 0.55 of the sums have no carry to forget
+PAPERS, BOTH, SPARSE = "offline + humanline", "offline + humanline, taper, prior", "every 64 steps"
+
+
+def stale_variants(loss: str) -> dict[str, str]:
+    """The flags of all variants that `stale` compares, the defaults otherwise."""
+    form, drawn = "--sync-k 8 --taper --prior 1", f"--sample-every {SPARSE.split()[1]}"
+    switches = {"offline": NEVER, "online": f"{ONLINE} {NEVER}", PAPERS: ""}
+    switches |= {f"{PAPERS}, k = 8": "--sync-k 8"} if loss == "grpo" else {}
+    switches |= {f"{PAPERS}, taper": "--sync-k 8 --taper", f"{PAPERS}, prior": "--sync-k 8 --prior 1", BOTH: form}
+    if loss == "grpo":
+        switches |= {SPARSE: f"{drawn} {NEVER}", f"{SPARSE}, humanline": drawn,
+                     f"{SPARSE}, humanline, taper, prior": f"{drawn} {form}"}
+    common = f"--loss {loss} --data embedded --steps {STEPS[-1]} --eval-every {STEPS[0]}"
+    return {name: " ".join(f"{common} {flags}".split()) for name, flags in switches.items()}
+
+
+def finished(runs: Runs, loss: str) -> tuple[Runs, list[str]]:
+    """The runs of those seeds of which every variant is there and whose base had learned; a line on each of the others.
+    """
+    values = {name: runs(flags, f"exact {STEPS[-1]}") for name, flags in stale_variants(loss).items()}
+    bases = runs(stale_variants(loss)["offline"], "exact 0")
+    kept, lines = [], []
+    for i, (seed, base) in enumerate(zip(runs.seeds, bases)):
+        own = {name: value[i] for name, value in values.items() if not math.isnan(value[i])}
+        if base < LEARNED:
+            found = ", ".join(f"{name} {value:.3f}" for name, value in own.items())
+            lines.append(f"Seed {seed} is left out: its base never learned addition (pass@1 {base:.3f}). "
+                         f"There: {found}.")
+        elif len(own) < len(values):
+            lines.append(f"Seed {seed} is left out: {len(own)} of its {len(values)} runs are there.")
+        else:
+            kept.append(seed)
+    return Runs(kept, runs.known, runs.wanted), lines
+
+
+def stale(runs: Runs) -> list[str]:
+    """A base that errs for a reason: does humanline help offline, and in a form that never does worse?"""
+    text = ["The base forgets most carries. Offline data are its own samples; pass@1 is exact, the mean probability of "
+            "the right answer on held-out prompts, and greedy how often it is the likeliest at every token. Collapsed: "
+            "ended more than 0.1 of pass@1 below its base."]
+    verdicts = []
+    for loss in LOSSES:
+        flags, (own, left_out) = stale_variants(loss), finished(runs, loss)
+        if not own.seeds:
+            text += [f"{loss.upper()}: no seed is finished.", *left_out]
+            continue
+        last = lambda name, what="exact": own(flags[name], f"{what} {STEPS[-1]}")
+        offline, online, base = last("offline"), last("online"), own(flags["offline"], "exact 0")
+        collapses = lambda name: int((last(name) < own(flags[name], "exact 0") - 0.1).sum())
+        of = f"{len(own.seeds)} seed{'s' * (len(own.seeds) > 1)}"
+        rows = [[f"{loss.upper()}, {of}", "pass@1", "greedy", "− offline, paired", "of the gap", "worst seed",
+                 "collapsed", "seconds, drawing"]]
+        greedy = own(flags["offline"], "greedy 0")
+        rows.append(["the base", spread(base), spread(greedy), "–", "–", f"{min(base):.3f}", "–", "–"])
+        for name in flags:
+            after, seconds = last(name), [own(flags[name], what).mean() for what in ("training", "drawing")]
+            share = show_share(closed(offline, after, online)) if name not in ("offline", "online") else "–"
+            rows.append([name, spread(after), spread(last(name, "greedy")),
+                         spread(after - offline, sign="+") if name != "offline" else "–", share, f"{min(after):.3f}",
+                         f"{collapses(name)} of {len(own.seeds)}", "{:.0f}, {:.0f}".format(*seconds)])
+        text += [markdown(rows), *left_out]
+
+        for name in [name for name in flags if name == PAPERS or "k = " in name]:
+            more = last(name) - offline
+            claim = (f"{loss.upper()}, {name}, as in the paper, does at least as well as plain offline: "
+                     f"{spread(more, sign='+')}, paired")
+            verdicts.append(holds(np.mean(more) - half(more) >= 0, claim, not np.mean(more) + half(more) < 0))
+        more, share, fell = last(BOTH) - offline, closed(offline, last(BOTH), online), collapses(BOTH)
+        verdicts.append(holds(
+            np.mean(more) - half(more) > 0 and not fell and share[0] >= 0.7,
+            f"{loss.upper()}, with taper and prior humanline does better than plain offline, never collapses and "
+            f"closes most of the gap: {spread(more, sign='+')}, paired; {fell} of {len(own.seeds)} runs collapsed; "
+            f"{show_share(share)} (asked: 70%)",
+            undecided=not fell and not np.mean(more) + half(more) <= 0 and share[2] > 0.7))
+        if loss == "grpo":
+            form = f"{SPARSE}, humanline, taper, prior"
+            against, every, sparsely = last(form) - online, flags["online"], flags[form]
+            whole = spread(own(every, "training") / own(sparsely, "training"), 2)
+            both_reach = times_as_long(own, every, sparsely, STEPS, "exact")
+            verdicts.append(holds(
+                np.mean(against) + half(against) >= 0, f"GRPO, {form}, does as well as every step: "
+                f"{spread(against, sign='+')}, paired; every step takes {whole} times as long, and {both_reach} times "
+                "to the pass@1 that both reach", undecided=len(against) < 2))
+    return [*text, *verdicts]
+
+
 def tuning(runs: Runs) -> list[str]:
     """Learning rate, gradient norm and k of each variant, on seeds that no other experiment uses."""
     rows = [["variant, offline on a worse model's data", "flags, best first", "pass@1"]]
@@ -1695,7 +1795,8 @@ def tuning(runs: Runs) -> list[str]:
     return [markdown(rows)]
 
 
-EXPERIMENTS = dict(gap=gap, sparse=sparse, long=long, syncing=syncing, ablation=ablation, betas=betas, quality=quality)
+EXPERIMENTS = dict(gap=gap, sparse=sparse, long=long, syncing=syncing, ablation=ablation, betas=betas, quality=quality,
+                   stale=stale)
 QUICK = ("gap", "sparse")
 
 
@@ -1730,7 +1831,9 @@ def make_quartiles(home: Path, seed: int) -> None:
 
 def sources_of(chosen: Iterable[str], quick: bool) -> list[str]:
     """The embedded models and data that the experiments need."""
-    sources = ["embedded:worse", "embedded:test"] if {*chosen} - {"long"} else []
+    sources = ["embedded:test"] if {*chosen} - {"long"} else []
+    sources += ["embedded:worse"] if {*chosen} - {"long", "stale"} else []
+    sources += ["embedded"] if "stale" in chosen else []
     sources += ["embedded", "embedded:better"] if {"gap", "quality"} & {*chosen} and not quick else []
     return sources + (["embedded:long-worse", "embedded:long-test"] if {"long", "tuning"} & {*chosen} else [])
 
@@ -1771,15 +1874,42 @@ def run_file(flags: str, home: Path) -> Path:
     return home / f"{hashlib.sha256(code).hexdigest()[:16]}.json"
 
 
+@torch.no_grad()
+def exact_pass(policy: torch.nn.Module, tokenizer: Any, groups: list[Group], rows: list[Row]) -> float:
+    """pass@1 without the noise of samples, where a prompt has one right answer: the mean probability of that answer and
+    of the token that ends it."""
+    answers = tokenizer([rows[group.row].fields["answer"] + tokenizer.eos_token for group in groups])["input_ids"]
+    logps, _ = humanline.log_probs(policy, [humanline.Sequence(group.prompt, answer)
+                                            for group, answer in zip(groups, answers)])
+    return float(logps.double().sum(1).exp().mean())
+
+
+@contextlib.contextmanager
+def measured_exactly() -> Iterator[None]:
+    """Runs measure `exact` pass@1, too, for the length of a `with`."""
+    measure = humanline.Run.measure
+
+    def measure_both(run: humanline.Run, step: int) -> dict[str, float]:
+        exact = exact_pass(run.policy, run.sampler.tokenizer, run.eval_groups, run.eval_rows) if run.eval_rows else None
+        return measure(run, step) | ({} if exact is None else dict(exact=exact))
+
+    humanline.Run.measure = measure_both
+    try:
+        yield
+    finally:
+        humanline.Run.measure = measure
+
+
 def train_once(flags: str, home: Path) -> dict:
-    """A run of humanline.py, or what the cache has of it: pass@1 before, after and at some steps; seconds; metrics."""
+    """A run of humanline.py, or what the cache has of it: pass@1 before, after and at some steps, of samples and
+    `exact`; `greedy` accuracy; seconds; metrics."""
     path = run_file(flags, home)
     if not path.exists():
         with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, \
                 contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             config = humanline.parse_config([*shlex.split(flags), "--out", f"{folder}/run"])
             # A run that diverged ends with nothing right.
-            with base_of(config.seed), contextlib.suppress(FloatingPointError):
+            with base_of(config.seed), measured_exactly(), contextlib.suppress(FloatingPointError):
                 if humanline.train(config).stopped_at:
                     raise UserError("interrupted; the same command goes on where it was")
             lines = humanline.read_metrics(Path(folder, "run", "metrics.jsonl"))
@@ -1792,10 +1922,13 @@ def train_once(flags: str, home: Path) -> dict:
         before = lines[0]["accuracy_before"] if lines else math.nan
         drawing, training = (sum(line[name] for line in lines) if lines else math.nan
                              for name in ("sample_seconds", "step_seconds"))
-        outcome = dict(flags=flags, before=before, after=curve[config.steps], drawing=drawing, training=training,
-                       metrics=shown)
-        write(path.with_suffix(".new"), json.dumps(outcome | {f"step {step}": value for step, value in curve.items()}))
-        path.with_suffix(".new").rename(path)
+        outcome = dict(flags=flags, before=before, after=curve[config.steps], drawing=drawing, training=training)
+        outcome |= {f"step {step}": value for step, value in curve.items()}
+        for name in ("exact", "greedy"):
+            values = {0: lines[0].get(f"{name}_before", math.nan) if lines else math.nan}
+            values |= dict.fromkeys(measured_at, 0.0) | {line["step"]: line[name] for line in lines if name in line}
+            outcome |= {f"{name} {step}": value for step, value in values.items()}
+        replace(path, json.dumps(outcome | dict(metrics=shown)))
     return json.loads(path.read_text())
 
 
@@ -1823,8 +1956,9 @@ def start_worker() -> None:
     remember("encode_rows", key_of_groups)
 
 
-def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str], quality: bool) -> dict[str, dict]:
-    """What came out of the wanted runs, by their flags; those that the cache lacks are trained, each on one thread."""
+def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str], quality: bool,
+              keep: Callable[[dict], None]) -> None:
+    """`keep` what came out of each of the wanted runs; those that the cache lacks are trained, each on one thread."""
     seed = lambda run: int(run.split("--seed ")[1])
     missing = [run for run in wanted if not run_file(run, home).exists()]
     missing.sort(key=seed)  # runs on the same data in a row
@@ -1836,10 +1970,13 @@ def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str
                                        (lambda run: (train_once, run, home), "run", missing)):
                 asked = [pool.submit(*work(thing)) for thing in things]
                 for done in tqdm(as_completed(asked), total=len(asked), unit=unit, disable=False):
-                    done.result()
+                    outcome = done.result()
+                    if unit == "run":
+                        keep(outcome)
         finally:
             pool.shutdown(cancel_futures=True)
-    return {run: train_once(run, home) for run in wanted}
+    for run in wanted:
+        keep(train_once(run, home))
 
 
 def reproduce(flags: Reproduce) -> None:
@@ -1851,20 +1988,31 @@ def reproduce(flags: Reproduce) -> None:
     home.mkdir(exist_ok=True)
     count = flags.seeds or (2 if flags.quick else 5)
     seeds = [101, 102, 103, 104] if "tuning" in chosen else list(range(1, 1 + count))
-    known: dict[str, dict] = {}
+    if flags.results and chosen != ("stale",):
+        raise UserError("--results: it holds the runs of `stale` alone; write --only stale, or leave it out")
+    results = new_file(flags.results, (".jsonl",), flag="--results") if flags.results else None
+    known = read_results(results) if results else {}
+
+    def keep(outcome: dict) -> None:
+        known[outcome["flags"]] = outcome
+        if results:
+            write_results(results, known)
+
     while True:  # what was found may ask for more, as the tuning does
         runs = Runs(seeds, known)
         runs.quick, runs.quartiles = flags.quick, [quartiles(home, seed) for seed in seeds]
         report = {name: experiments[name](runs) for name in chosen}
-        if runs.wanted.keys() <= known.keys():
+        missing = [run for run in runs.wanted
+                   if run not in known and (flags.train or run_file(run, home).exists())]
+        if not missing:
             break
-        known = train_all(list(runs.wanted), home, flags.jobs, sources_of(chosen, flags.quick), "quality" in chosen)
+        train_all(missing, home, flags.jobs, sources_of(chosen, flags.quick), "quality" in chosen, keep)
     verdicts = sum(line.startswith("- **") for lines in report.values() for line in lines)
     command = ["python eval.py reproduce"] + ["--quick"] * flags.quick
     command += ["--only", *chosen] * bool(flags.only) + [f"--seeds {flags.seeds}"] * bool(flags.seeds)
-    text = [f"# humanline, re-run\n\n`{' '.join(command)}`: {len(runs.wanted)} runs, seeds {seeds[0]} to {seeds[-1]}, "
-            "each with a base of its own. Mean ± half of the 95 % interval over seeds; differences are paired by "
-            f"seed. {verdicts} verdicts, not corrected for their number."]
+    text = [f"# humanline, re-run\n\n`{' '.join(command)}`: {len(runs.wanted.keys() & known)} runs, "
+            f"seeds {seeds[0]} to {seeds[-1]}, each with a base of its own. Mean ± half of the 95 % interval over "
+            f"seeds; differences are paired by seed. {verdicts} verdicts, not corrected for their number."]
     for name, lines in report.items():
         text.append(f"## {experiments[name].__doc__.rstrip('.')}\n\n" + "\n\n".join(lines).replace("\n\n- ", "\n- "))
     write(out, "\n\n".join(text) + "\n")
@@ -1872,6 +2020,41 @@ def reproduce(flags: Reproduce) -> None:
     print(f"\nreport: {out}, after {(time.perf_counter() - start) / 60:.1f} minutes; the runs are kept in {home}")
     if {"gap", "sparse"} <= set(chosen):
         picture_report(runs, "syncing" in chosen, out.with_suffix(".png"))
+    if "stale" in chosen and finished(runs, "grpo")[0].seeds:
+        alone = chosen == ("stale",)
+        picture_stale(runs, out.with_suffix(".png") if alone else out.with_name(f"{out.stem}-stale.png"))
+
+
+def read_results(path: Path) -> dict[str, dict]:
+    """The runs of a file of `write_results`, by their flags."""
+    with humanline.explained(f"--results {path}", "name a file of `reproduce --results`, or a new one"):
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return {run["flags"]: run for run in map(json.loads, lines)}
+
+
+def write_results(path: Path, runs: dict[str, dict]) -> None:
+    """A line for each run: its flags and seed, what it measured and how long it took, but not each step's metrics."""
+    lines = []
+    for run in runs.values():
+        exact = [value for name, value in run.items() if name.startswith("exact ")]
+        line = dict(flags=run["flags"], seed=int(run["flags"].split("--seed ")[1]), lowest=min(exact))
+        lines.append(line | {name: round(value, 4) if isinstance(value, float) else value
+                             for name, value in run.items() if name != "metrics"})
+    replace(path, json_lines(lines))
+
+
+def picture_stale(runs: Runs, path: Path) -> None:
+    """Held-out pass@1 of GRPO as it trains: a line for each variant of `stale`, a band over its seeds."""
+    figure, (axis,) = new_figure(4.8, 1, 1)
+    own, _ = finished(runs, "grpo")
+    for i, (name, flags) in enumerate(stale_variants("grpo").items()):
+        curve = np.array([own(flags, f"exact {step}") for step in (0, *STEPS)])
+        colour, dash = OKABE_ITO[i % 7], DASHES[i // 7]
+        axis.fill_between((0, *STEPS), curve.min(1), curve.max(1), color=colour, alpha=0.12, linewidth=0)
+        axis.plot((0, *STEPS), curve.mean(1), dash, color=colour, linewidth=1.8, label=name)
+    axis.set(xlabel=f"steps; bands: the range over {len(own.seeds)} seeds", ylabel="pass@1, held out", ylim=(0, 1.01),
+             xlim=(0, STEPS[-1]))
+    save(figure, path, axis)
 
 
 def picture_report(runs: Runs, syncing: bool, path: Path) -> None:

@@ -550,6 +550,9 @@ def other_vocabulary(tiny, tmp_path):
     ("data --model TINY --data", "--data has no value"),
     ("data --model TINY --data groups.jsonl --own -1", "--own is -1; it must lie from 0 to 1,000,000"),
     ("reproduce --only", "--only has no value"),
+    ("reproduce --results results.jsonl", "--results: it holds the runs of `stale` alone; write --only stale"),
+    ("reproduce --only stale --results results.md", "--results results.md: it must end in .jsonl"),
+    ("reproduce --only stale --results prompts.jsonl", "--results prompts.jsonl: 'flags'"),
     ("reproduce --seeds 0", "--seeds is 0; it must lie from 1 to 1,000,000"),
     ("reproduce --jobs -1", "--jobs is -1; it must lie from 1 to 1,000,000"),
 ])
@@ -625,8 +628,9 @@ class Pretend(dict):
     def get(self, flags, default=None):
         level = 0.9 if "--sample-every 1 " in flags else 0.6 if "--no-humanline" in flags else 0.8
         after = level + 0.01 * int(flags.split()[-1])
-        steps = {f"step {step}": after for step in (64, 128, 192, 256)}
-        return dict(before=0.4, after=after, drawing=2.0, training=10.0) | steps
+        steps = {f"{what} {step}": after for what in ("step", "exact", "greedy") for step in range(32, 257, 32)}
+        base = {"exact 0": 0.6, "greedy 0": 0.5}
+        return dict(flags=flags, before=0.4, after=after, drawing=2.0, training=10.0) | base | steps
 
 
 def pretended(known, quick=False):
@@ -649,7 +653,8 @@ def test_every_experiment_asks_for_its_runs_before_it_knows_them_and_for_flags_t
     runs = pretended({})
     experiment(runs)
     wanted = list(runs.wanted)
-    assert wanted and all(flags.count("--lr ") == 1 and flags.count("--loss ") == 1 for flags in wanted)
+    assert wanted and all(flags.count("--lr ") == (name != "stale") for flags in wanted)
+    assert all(flags.count("--loss ") == 1 for flags in wanted)
     for flags in wanted:
         config = humanline.parse_config(flags.split())
         assert config.seed in (1, 2, 3)
@@ -658,6 +663,144 @@ def test_every_experiment_asks_for_its_runs_before_it_knows_them_and_for_flags_t
         assert config.max_new_tokens == humanline.RECIPES["long" if is_long else "base"].max_new_tokens
     known = Pretend(dict.fromkeys(wanted, 0))
     assert all(isinstance(line, str) and "nan" not in line for line in experiment(pretended(known)))
+
+
+class Stale(dict):
+    """Runs of `stale` with known outcomes: `ends` has pass@1 by what the flags hold, the first that fits."""
+
+    def __init__(self, **ends):
+        self.ends = {"--sample-every 1 ": 0.95, "--taper --prior 1": 0.94, "--taper": 0.8, "--prior": 0.4,
+                     "--no-humanline": 0.8, "": 0.3} | ends.pop("ends", {})
+        self.bases = dict.fromkeys(range(1, 6), 0.7) | ends.pop("bases", {})
+
+    def get(self, flags, default=None):
+        seed = int(flags.split()[-1])
+        after = next(value for text, value in self.ends.items() if text in flags) + 0.001 * seed
+        run = {"flags": flags, "before": 0.6, "after": after, "drawing": 2.0, "training": 10.0 + ("every 1 " in flags)}
+        for step in range(0, 257, 32):
+            value = self.bases[seed] + (after - self.bases[seed]) * step / 256
+            run |= {f"exact {step}": value, f"greedy {step}": value} | ({f"step {step}": value} if step else {})
+        return run
+
+
+def test_a_form_that_collapses_and_one_that_does_not_are_told_apart():
+    lines = evaluation.stale(pretended(Stale()))
+    said = "\n".join(lines)
+    cells_of = lambda start: next(line for line in said.splitlines() if line.startswith(f"| {start} |"))
+    assert "GRPO, 3 seeds" in said and "DPO, 3 seeds" in said and "KTO, 3 seeds" in said
+    assert cells_of("the base").startswith("| the base | 0.700 ± 0.000 | 0.700 ± 0.000 |")
+    paper, both = cells_of("offline + humanline"), cells_of("offline + humanline, taper, prior")
+    assert "0.302 ± 0.002" in paper and "-0.500 ± 0.000" in paper and "| 0.301 | 3 of 3 |" in paper
+    assert "+0.140 ± 0.000" in both and "93% [93%, 93%]" in both and "| 0.941 | 0 of 3 | 10, 2 |" in both
+    verdicts = [line for line in lines if line.startswith("- **")]
+    assert len(verdicts) == 8  # the paper's form, for GRPO with two k; the other form; every 64 steps
+    assert sum("**does not hold**: " in line and "as in the paper" in line for line in verdicts) == 4
+    assert sum("**holds**: " in line and "with taper and prior" in line for line in verdicts) == 3
+    assert "**does not hold**: GRPO, every 64 steps, humanline, taper, prior" in said  # -0.010 ± 0.000
+    assert "takes 1.10 ± 0.00 times as long" in said
+
+
+@pytest.mark.parametrize("ends, verdict", [
+    ({"--taper --prior 1": 0.89}, "does not hold"),  # 60 % of the gap
+    ({"--taper --prior 1": 0.5}, "does not hold"), ({"--taper --prior 1": 0.96}, "holds")])
+def test_the_other_form_must_close_most_of_the_gap(ends, verdict):
+    lines = evaluation.stale(pretended(Stale(ends=ends)))
+    assert sum(f"**{verdict}**" in line and "with taper and prior" in line for line in lines) == 3
+
+
+def test_one_run_that_collapses_is_enough_to_refuse_a_form():
+    class Unlucky(Stale):
+        def get(self, flags, default=None):
+            run = super().get(flags)
+            fell = "taper --prior 1" in flags and "--seed 2" in flags and "--loss grpo" in flags
+            return run | ({"exact 0": 1.1} if fell else {})
+
+    lines = evaluation.stale(pretended(Unlucky()))
+    verdict = {line[:30].split(":")[0] for line in lines if "GRPO, with taper and prior" in line}
+    assert verdict == {"- **does not hold**"} and any("1 of 3 runs collapsed" in line for line in lines)
+
+
+def test_seeds_that_are_not_finished_or_never_learned_are_said_and_left_out():
+    class Some(Stale):
+        def get(self, flags, default=None):
+            missing = "--loss kto" in flags or "--loss dpo" in flags and "--seed 3" in flags and "--prior" in flags
+            return {} if missing else super().get(flags)
+
+    said = "\n".join(evaluation.stale(pretended(Some(bases={1: 0.3}))))
+    assert "GRPO, 2 seeds" in said and "| DPO, 1 seed |" in said and "KTO: no seed is finished." in said
+    assert "Seed 1 is left out: its base never learned addition (pass@1 0.300). There: offline 0.801" in said
+    assert "Seed 3 is left out: 4 of its 6 runs are there." in said
+    assert "nan" not in said and "**not decided**: DPO, with taper and prior" in said  # one seed
+
+
+def test_the_runs_come_seed_by_seed_grpo_first():
+    runs = pretended({})
+    evaluation.stale(runs)
+    seed = lambda flags: int(flags.split()[-1])
+    wanted = sorted(runs.wanted, key=seed)  # as `train_all` sorts
+    assert [flags.split()[1] for flags in wanted] == (["grpo"] * 10 + ["dpo"] * 6 + ["kto"] * 6) * 3
+
+
+def test_the_curves_of_stale_are_drawn(tmp_path):
+    evaluation.picture_stale(pretended(Stale()), tmp_path / "stale.png")
+    assert (tmp_path / "stale.png").stat().st_size > 10_000
+
+
+def test_results_are_read_back_and_drawn_again_without_training(ask, tmp_path, monkeypatch):
+    runs, known = pretended({}), Stale()
+    evaluation.stale(runs)
+    found = {flags: known.get(flags) | dict(metrics={"kl": [0.1]}) for flags in runs.wanted}
+    path = tmp_path / "stale.jsonl"
+    evaluation.write_results(path, found)
+    assert {line["seed"] for line in read_lines(path)} == {1, 2, 3} and "metrics" not in read_lines(path)[0]
+    assert read_lines(path)[0]["lowest"] == pytest.approx(0.7)
+    monkeypatch.setattr(evaluation, "train_all", lambda *_: pytest.fail("trained again"))
+    before = path.read_bytes()
+    said = ask("reproduce --only stale --seeds 3 --results stale.jsonl")
+    assert "66 runs, seeds 1 to 3" in said and "GRPO, 3 seeds" in said and path.read_bytes() == before
+    assert (tmp_path / "evals" / "reproduce.png").exists()
+    said = ask("reproduce --only stale --seeds 5 --results stale.jsonl --no-train")
+    assert "66 runs" in said and "GRPO, 3 seeds" in said and "Seed 5 is left out: 0 of its 10 runs are there." in said
+
+
+def test_what_is_trained_is_added_to_the_results(ask, tiny, data_files, tmp_path, monkeypatch):
+    data = data_files["groups"]
+    flags = (f"--model {tiny} --data {data} --eval-data {data} --steps 2 --batch-size 2 --lr 1e-3 --max-new-tokens 2 "
+             "--eval-prompts 4")
+
+    def stale(runs):
+        """What is stale."""
+        return [evaluation.spread(runs(flags, "exact 2"))]
+
+    monkeypatch.setattr(evaluation, "EXPERIMENTS", {"stale": stale})
+    monkeypatch.setattr(humanline, "embedded", lambda *_: str(tmp_path / "key" / "data" / "rows.jsonl"))
+    monkeypatch.setattr(evaluation, "sources_of", lambda *_: [])
+    (tmp_path / "key").mkdir()
+    command = "reproduce --only stale --jobs 1 --results results.jsonl --seeds"
+    ask(f"{command} 1")
+    one = read_lines(tmp_path / "results.jsonl")
+    assert [line["seed"] for line in one] == [1] and one[0]["lowest"] == one[0]["exact 2"] == 0  # to four digits
+    trained, start = [], evaluation.train_all
+    monkeypatch.setattr(evaluation, "train_all", lambda wanted, *more: trained.extend(wanted) or start(wanted, *more))
+    ask(f"{command} 2")
+    assert trained == [f"{flags} --seed 2"] and read_lines(tmp_path / "results.jsonl")[:1] == one
+
+
+def test_exact_pass_is_what_samples_tend_to(tiny, data_files):
+    rows = [dict(row, answer="".join(random.Random(i).choices("0123456789", k=1 + i % 3)))
+            for i, row in enumerate(rows_of("prompts", 6))]
+    sampler = evaluation.load(tiny, humanline.parse_config(["--model", tiny]), scored=False)
+    read = [humanline.read_row(row, "", sampler.config) for row in rows]
+    groups = evaluation.encode(sampler, read, offline=False)
+    expected = []
+    for group, row in zip(groups, rows):  # a token at a time
+        ids, chance = list(group.prompt), 1.0
+        for token in sampler.tokenizer(row["answer"] + sampler.tokenizer.eos_token)["input_ids"]:
+            chance *= float(sampler.policy(torch.tensor([ids])).logits[0, -1].softmax(-1)[token])
+            ids.append(token)
+        expected.append(chance)
+    found = evaluation.exact_pass(sampler.policy, sampler.tokenizer, groups, read)
+    assert found == pytest.approx(np.mean(expected), rel=1e-4) and found > 0
 
 
 @pytest.mark.parametrize("syncing", [True, False])
