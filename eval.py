@@ -1673,10 +1673,10 @@ PAPERS, BOTH, SPARSE = "offline + humanline", "offline + humanline, taper, prior
 
 def stale_variants(loss: str) -> dict[str, str]:
     """The flags of all variants that `stale` compares, the defaults otherwise."""
-    form, drawn = "--sync-k 8 --taper --prior 1", f"--sample-every {SPARSE.split()[1]}"
+    form, drawn = "--sync-k 8 --stale taper --prior 1", f"--sample-every {SPARSE.split()[1]}"
     switches = {"offline": NEVER, "online": f"{ONLINE} {NEVER}", PAPERS: ""}
     switches |= {f"{PAPERS}, k = 8": "--sync-k 8"} if loss == "grpo" else {}
-    switches |= {f"{PAPERS}, taper": "--sync-k 8 --taper", f"{PAPERS}, prior": "--sync-k 8 --prior 1", BOTH: form}
+    switches |= {f"{PAPERS}, taper": "--sync-k 8 --stale taper", f"{PAPERS}, prior": "--sync-k 8 --prior 1", BOTH: form}
     if loss == "grpo":
         switches |= {SPARSE: f"{drawn} {NEVER}", f"{SPARSE}, humanline": drawn,
                      f"{SPARSE}, humanline, taper, prior": f"{drawn} {form}"}
@@ -1907,7 +1907,8 @@ def train_once(flags: str, home: Path) -> dict:
     if not path.exists():
         with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, \
                 contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            config = humanline.parse_config([*shlex.split(flags), "--out", f"{folder}/run"])
+            papers = ["--stale", "keep", "--prior", "0"]  # its forms, where the flags say nothing else
+            config = humanline.parse_config([*papers, *shlex.split(flags), "--out", f"{folder}/run"])
             # A run that diverged ends with nothing right.
             with base_of(config.seed), measured_exactly(), contextlib.suppress(FloatingPointError):
                 if humanline.train(config).stopped_at:

@@ -116,10 +116,10 @@ class Config:
     beta_r: float = 1.0  # See --gamma-r.
 
     # What keeps a run from falling apart on data that others drew, or that it drew long ago. Not in the paper.
-    taper: bool | None = None
-    """Push a completion down only as far as the policy still says it: a worse completion's gradient has the weight
-    min(1, π_θ / π_sampler). Without this a sync makes room to push it down without end. Default: with the embedded
-    model and humanline on, else off."""
+    stale: Literal["taper", "keep"] | None = None
+    """taper: push a completion down only as far as the policy still says it: a worse completion's gradient has the
+    weight min(1, π_θ / π_sampler). keep: without this; then each sync makes room to push it further down, without end.
+    Default: with the embedded model and humanline taper, else keep."""
     prior: float | None = None
     """Judge each group as if it held this many rollouts more, with the mean reward of all. So a group that is all right
     still says that it is, where it would be forgotten for what other groups teach. Default: with the embedded model and
@@ -184,7 +184,7 @@ class Config:
     eval_every: int | None = None  # Measure every so many steps; 0: before and after. Default: embedded 64, else 0.
     eval_prompts: int = 500  # Held-out prompts per evaluation.
     eval_samples: int = 2  # Completions drawn per held-out prompt.
-    eval_greedy: bool | None = None  # Also reward the greedy completion of each. Default: with the embedded model.
+    eval_greedy: bool = True  # Also reward the greedy completion of each held-out prompt.
     eval_temperature: float | None = None  # Sampling temperature for them. Default: --temperature.
     eval_top_p: float | None = None  # Nucleus sampling for them. Default: --top-p.
     rollouts: bool = True
@@ -394,7 +394,7 @@ class Sequence:
     weight: float = 1.0  # KTO: λ_D or λ_U
     ref_logps: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t); None: the reference is the policy
     old_logps: Tensor | None = None  # the same of the old policy, where the loss needs both; see `takes_old_policy`
-    sampler_logps: Tensor | None = None  # the same of whatever produced the completion, where --taper asks for it
+    sampler_logps: Tensor | None = None  # the same of whatever produced the completion, for --stale taper
     rejected_tokens: Tensor | None = None  # (len(completion),) booleans, with --perception sample
     shares_prompt: bool = False  # lies behind the sequence before it in one row of the forward pass; see `cut`
     index: int = 0  # its place in the batch
@@ -588,7 +588,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             log_ratio, ref_log_ratio, mask, logps = log_ratios(policy, microbatch, config, entropies.append)  # forward
             sequences = microbatch or [Sequence([], [])]
             chosen = torch.tensor([s.is_chosen for s in sequences], device=device)
-            if config.taper and microbatch:
+            if config.stale == "taper" and microbatch:
                 sampler_logps = pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
                 weight = staleness_weight(logps - sampler_logps, ~chosen)
                 log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
@@ -1885,7 +1885,7 @@ class Reference:
         if is_asked and self.apart and self.model is None:
             self.put_weights_aside()  # the initial policy's, for the whole run
         self.until = 0  # the last step that the present reference serves
-        if config.taper and not config.sample_every:  # unknown samplers: the initial policy stands in
+        if config.stale == "taper" and not config.sample_every:  # unknown samplers: the initial policy stands in
             unknown = [s for unit in batches.units_until(config.steps) for s in unit if s.sampler_logps is None]
             attach_logps("sampler_logps", policy, Batch(0, unknown, [], None), config)
 
@@ -2549,10 +2549,10 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 # What None stands for, where the entry of the loss says nothing else.
-DEFAULTS = dict(max_new_tokens=512, save_every=64, eval_every=0, eval_greedy=False, batch_size=32, lr=1e-6, sync_k=1,
-                taper=False, prior=0.0)
-EMBEDDED_DEFAULTS = dict(save_every=0, eval_every=64, eval_greedy=True, batch_size=32, lr=8e-4, sync_k=128, steps=256,
-                         taper=True, prior=1.0)
+DEFAULTS = dict(max_new_tokens=512, save_every=64, eval_every=0, batch_size=32, lr=1e-6, sync_k=1,
+                stale="keep", prior=0.0)
+EMBEDDED_DEFAULTS = dict(save_every=0, eval_every=64, batch_size=32, lr=8e-4, sync_k=128, steps=256,
+                         stale="taper", prior=1.0)
 
 def parse_config(argv: list[str]) -> Config:
     """Flags over --config over defaults, every `None` that has a default resolved, every value checked."""
@@ -2561,7 +2561,7 @@ def parse_config(argv: list[str]) -> Config:
         from_file = read_config(typed.config)
         config = parse_flags(argv, default=from_file)
         if config.humanline != from_file.humanline:  # the switch, if typed, outranks the parts in the file
-            for part, off in dict(sync_k=0, sync_drift=None, perception="none", taper=False, prior=0).items():
+            for part, off in dict(sync_k=0, sync_drift=None, perception="none", stale="keep", prior=0).items():
                 if not config.humanline or getattr(from_file, part) == off:
                     setattr(config, part, getattr(typed, part))
         if typed.sync_drift is not None and typed.sync_k is None:  # a drift, if typed, replaces the file's k
@@ -2575,7 +2575,7 @@ def parse_config(argv: list[str]) -> Config:
         if all(source_name(name) == "embedded" for name in config.data):
             defaults["eval_data"] = f"embedded:{part}-test" if recipe.problems != two_digit_sums else "embedded:test"
     defaults["perception"] = "clip" if config.humanline else "none"
-    defaults |= dict(taper=False, prior=0.0) if not config.humanline else {}
+    defaults |= dict(stale="keep", prior=0.0) if not config.humanline else {}
     if not config.humanline or config.sync_drift is not None:
         defaults["sync_k"] = 0
     for name, value in defaults.items():
@@ -2682,7 +2682,7 @@ def in_words(config: Config) -> dict[str, str]:
     name, syncs = config.loss.upper(), is_synced(config)
     objective = {(True, True): f"{name} with humanline", (True, False): f"{name} with syncing only",
                  (False, True): f"{name} with perception only", (False, False): f"plain {name}"}
-    more = ["a taper"] if config.taper else []
+    more = ["a taper"] if config.stale == "taper" else []
     more += [f"a prior of {config.prior:g}"] if config.prior else []
     base = config.model if on_hub(config.model) else re.sub(r"[^\w.-]+", "-", Path(config.model).name)  # no path
     return dict(objective=", ".join([objective[syncs, config.perception != "none"], *more]), anchor=anchor, base=base,

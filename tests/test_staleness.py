@@ -28,7 +28,7 @@ def test_the_taper_scales_the_gradient_of_the_worse_completions_and_no_value(tin
     for s in batch.sequences + batch.mismatched:
         s.ref_logps = s.ref_logps.double()
         s.sampler_logps = s.ref_logps + 0.1
-    tapered = dataclasses.replace(config, taper=True)
+    tapered = dataclasses.replace(config, stale="taper")
     plain_report, report = (humanline.forward_backward(policy, batch, c) for c in (config, tapered))
     assert report["loss"] == pytest.approx(plain_report["loss"], abs=1e-12)
     for s in batch.sequences:  # a sampler that hardly said it: the weight is 1
@@ -54,7 +54,7 @@ def test_offline_the_initial_policy_stands_in_for_an_unknown_sampler(run, tiny, 
     seen, forward = [], humanline.forward_backward
     monkeypatch.setattr(humanline, "forward_backward",
                         lambda policy, batch, config: (seen.append(batch), forward(policy, batch, config))[1])
-    run(f"--loss {loss} --taper --sync-k 2 --steps 8")
+    run(f"--loss {loss} --stale taper --sync-k 2 --steps 8")
     model = policy_of(tiny)[0]
     for batch in seen:
         sequences = [s for s in batch.sequences if s.advantage or loss != "grpo"]
@@ -71,18 +71,18 @@ def test_rollouts_keep_the_log_probs_of_the_policy_that_drew_them(run, tiny, mon
     monkeypatch.setattr(humanline, "forward_backward",
                         lambda policy, batch, config: (seen.extend(batch.sequences), forward(policy, batch, config))[1])
     flags = ["--model", tiny, "--data", str(first / "rollouts.jsonl"), "--lr", "1e-2"]
-    run("--taper --steps 2 --batch-size 4", flags=flags)
+    run("--stale taper --steps 2 --batch-size 4", flags=flags)
     assert seen and all([round(x, 5) for x in s.sampler_logps.tolist()] in
                         [[round(x, 5) for x in torch.tensor(values).tolist()] for values in known] for s in seen)
 
 
 @pytest.mark.parametrize("mode", ["--sync-k 3", "--sync-k 2 --sample-every 4", "--no-humanline --sample-every 4"])
 def test_both_act_and_a_resumed_run_repeats_them_bit_for_bit(run, tmp_path, mode):
-    flags = f"{mode} --steps 9 --save-every 3 --taper --prior 1"
+    flags = f"{mode} --steps 9 --save-every 3 --stale taper --prior 1"
     whole = run(flags)
     again = run(f"{flags} --resume {whole}/checkpoint/step-00000006", out=str(tmp_path / "again"))
     assert timeless(again) == timeless(whole)[6:] and same_weights(again, whole)
-    plain, tapered, prior = (run(f"{mode} --steps 9 {more}") for more in ("", "--taper", "--prior 1"))
+    plain, tapered, prior = (run(f"{mode} --steps 9 {more}") for more in ("", "--stale taper", "--prior 1"))
     assert not same_weights(plain, tapered) and not same_weights(plain, prior) and not same_weights(tapered, whole)
 
 
@@ -137,5 +137,5 @@ def test_groups_without_a_difference_are_counted_and_with_a_prior_they_teach(run
 
 
 def test_the_run_says_so(run, capsys):
-    folder = run("--taper --prior 1 --steps 2")
+    folder = run("--stale taper --prior 1 --steps 2")
     assert "GRPO with humanline, a taper, a prior of 1" in (folder / "final" / "README.md").read_text()
