@@ -414,9 +414,11 @@ class LossInputs:
     weights: Tensor  # (N,)
     kl: Tensor | None  # () z₀, in nats, for a loss with `needs_mismatched`
 
-def sequences_of(group: Group, **fields: list) -> list[Sequence]:
+def sequences_of(group: Group, config: Config, **fields: list) -> list[Sequence]:
     """A group's completions as sequences. fields: a list of values each, one for each completion."""
-    logps = [torch.tensor(values) for values in group.logps] or [None] * len(group.completions)
+    logps = [None] * len(group.completions)
+    if group.logps and config.stale == "taper":
+        logps = [torch.tensor(values) for values in group.logps]
     return [Sequence(group.prompt, completion, group.row, sampler_logps=logps[i],
                      **{name: values[i] for name, values in fields.items()})
             for i, completion in enumerate(group.completions)]
@@ -425,12 +427,12 @@ def group_with_advantages(group: Group, config: Config, mean_reward: float) -> l
     """GRPO: the whole group is one unit."""
     rewards, ids = torch.tensor(group.rewards, dtype=torch.float64), torch.zeros(len(group.rewards), dtype=torch.long)
     advantages = group_advantages(rewards, ids, 0.01, config.scale_rewards, config.prior or 0.0, mean_reward).tolist()
-    return [sequences_of(group, advantage=advantages, is_chosen=[advantage > 0 for advantage in advantages])]
+    return [sequences_of(group, config, advantage=advantages, is_chosen=[advantage > 0 for advantage in advantages])]
 
 def best_against_worst(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
     """DPO: the best and the worst completion are a pair. Without a difference there is none, or with --prior the first
     one against an empty completion, of which the mean reward is expected."""
-    rewards, sequences = group.rewards, sequences_of(group)
+    rewards, sequences = group.rewards, sequences_of(group, config)
     best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
     chosen, rejected = sequences[best], sequences[worst]
     if rewards[best] == rewards[worst]:
@@ -449,7 +451,8 @@ def above_and_below_mean(group: Group, config: Config, mean_reward: float) -> li
     threshold = 0.5 if group.labelled else mean_of_both
     if not group.labelled and not prior and rewards.max() == rewards.min():
         return []
-    return [[sequence] for sequence in sequences_of(group, is_chosen=[reward > threshold for reward in group.rewards])]
+    is_chosen = [reward > threshold for reward in group.rewards]
+    return [[sequence] for sequence in sequences_of(group, config, is_chosen=is_chosen)]
 
 def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
     """λ_D and λ_U. By default λ_D n_D = λ_U n_U (Ethayarajh et al. 2024, section 4.2): a loss that pushes down more
@@ -674,7 +677,8 @@ def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, confi
     Means over the completion tokens that were computed, all but those of GRPO's groups without a difference: `drift`,
     |log-ratio|; `kl`, to the reference; `logp`; `unclamped`, what perception let through; `clamped_low` and
     `clamped_high`, what the clip stopped at either end; `clip_low` and `clip_high`, where GRPO's own clip takes the
-    gradient. `entropy`: nats per token, of the policy's whole distribution at every 8th of them. `logp_wanted`: over
+    gradient. `entropy`: nats per token, of the policy's whole distribution at every 8th of them (which, depends on how
+    the batch is cut). `logp_wanted`: over
     the tokens of the chosen, desirable or better completions. `reward_margin`: the mean β Σ d̃ of the chosen completions
     less that of the others. `no_difference`: the share of the step's groups whose rewards are all the same.
     """

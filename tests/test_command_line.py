@@ -245,7 +245,7 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
     ("dpo", [PAIR, dict(PAIR, prompt=" ")], r"row 2: 'prompt' is empty"),
     ("dpo", [PAIR, PAIR, dict(PAIR, rejected="")], r"row 3: 'rejected' is empty"),
     ("dpo", [{"text": "a"}], r"row 1: no 'prompt'; every row needs it"),
-    ("dpo", [dict(GROUP, scores=[1, 1])], r"no pair to train on"),
+    ("dpo", [dict(GROUP, scores=[1, 1])], r"nothing to train on"),
     ("dpo", [{"prompt": "a", "completion": "b", "label": True}],
      r"labelled completions make no pairs or groups; use --loss kto"),
     ("grpo", [{"prompt": "a", "completion": "b", "label": True}], r"labelled completions make no pairs or groups"),

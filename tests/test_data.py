@@ -75,10 +75,10 @@ def test_kto_weighs_both_kinds_the_same_unless_told_otherwise():
     assert weights(LABEL) == [1.0] and weights(UNWANTED) == [1.0]
 
 
-def make_batch(loss, units, reward=None):
+def make_batch(loss, units, reward=0.0):
     """The first batch of these units."""
     batches = Batches(Config(loss=loss, batch_size=8, sample_every=1), [], 64)
-    batches.add(units, reward)
+    batches.add(units, [Group(0, [], [], [reward])])
     return batches.pending.pop()
 
 

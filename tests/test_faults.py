@@ -162,11 +162,11 @@ def test_a_microbatch_that_does_not_fit_is_halved_and_the_result_stays(run, monk
     whole = run(f"--loss {loss} --steps 4 --lr 1e-4 --batch-size 12")
     real, failed = humanline.log_probs, []
 
-    def scarce(model, sequences):
+    def scarce(model, sequences, *args):
         if len(sequences) > 8 and torch.is_grad_enabled() == training:
             failed.append(1)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return real(model, sequences)
+        return real(model, sequences, *args)
 
     monkeypatch.setattr(humanline, "log_probs", scarce)
     halved = run(f"--loss {loss} --steps 4 --lr 1e-4 --batch-size 12 --microbatch-tokens 300")
@@ -180,9 +180,11 @@ def test_out_of_memory_stops_a_sharded_run_and_one_whose_microbatches_are_single
     def scarce():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    for settings in (dict(shard=True), dict(microbatch_tokens=1)):
-        with pytest.raises(torch.OutOfMemoryError):
-            humanline.fit_memory(scarce, humanline.Config(**settings))
+    sequences = [humanline.Sequence([1] * 5, [2])]
+    with pytest.raises(torch.OutOfMemoryError):
+        humanline.fit_memory(scarce, sequences, humanline.Config(shard=True))
+    with pytest.raises(MemoryError, match="one sequence of 6 tokens"):
+        humanline.fit_memory(scarce, sequences, humanline.Config(microbatch_tokens=6))
 
 
 def test_a_failure_that_is_not_about_memory_is_not_hidden(run, monkeypatch):

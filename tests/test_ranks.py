@@ -100,13 +100,13 @@ def test_a_rank_without_a_pair_neither_hangs_nor_biases(tiny, data_files, varied
 SCARCE = """
 log_probs, failed = humanline.log_probs, set()
 
-def scarce(model, sequences):
+def scarce(model, sequences, *args):
     if humanline.rank() == 1 and torch.is_grad_enabled() and len(sequences) > 1:
         moment = out, len(humanline.read_metrics(humanline.Path(out, "metrics.jsonl")))
         if moment not in failed:
             failed.add(moment)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    return log_probs(model, sequences)
+    return log_probs(model, sequences, *args)
 
 humanline.log_probs = scarce
 """

@@ -60,7 +60,7 @@ def test_show_prints_what_the_models_say_and_what_it_is_worth(ask, tiny, prompts
     blocks = shown(said, 2)
     assert len(blocks) == 3
     for number, block in enumerate(blocks):
-        assert f"── {number + 1} of 3: {prompts} row {number + 1} ─" in said
+        assert f"── {number + 1} of 3: {prompts} row {number + 1} " in said
         assert f"\n{rows[number].prompt[0]['content']}\n" in said
         for (text, beneath), model in zip(block, drawn):
             completion, = evaluation.completions_of(sampler, model[number])
