@@ -8,6 +8,8 @@
   python tests/bench.py --what saving                  # how long the loop waits for a checkpoint
   python tests/bench.py --what online                  # offline GRPO with humanline against online GRPO, 256 tokens
   python tests/bench.py --what decoding                # ways to sample: a growing cache, a static one, generate_batch
+  python tests/bench.py --what watching --real FOLDER  # what rollouts on disk and the health metrics add to a step
+  python tests/bench.py --what idle --real FOLDER      # a step of which 60 % of the groups have no difference
   python tests/bench.py --gpu                          # GPU sizes: 0.5 B parameters, completions of 256 to 768 tokens
 
 The workload: batches of 8 (pairs, examples, or one group of 8 samples), prompts of 64 tokens, completions of 64 to 192
@@ -289,6 +291,94 @@ def online(folder: Path, load: Workload, rounds: int) -> None:
             f"{middle(drawn) / middle(offline):.2f}"]])
 
 
+@contextlib.contextmanager
+def unwatched():
+    """The program without log-probs of what is sampled, entropies, and rollouts on disk and on the screen."""
+    import humanline
+    sample, log_ratios, keep = humanline.sample, humanline.log_ratios, humanline.Run.keep_rollouts
+
+    def plain_sample(policy, *args):
+        generate = policy.generate
+
+        def plain_generate(*args, logits_processor, **more):
+            drawn = generate(*args, logits_processor=logits_processor[:-1], **more)
+            logits_processor[-1](drawn, torch.zeros(len(drawn), policy.config.vocab_size))  # once, at the end
+            return drawn
+
+        policy.generate = plain_generate
+        try:
+            return sample(policy, *args)
+        finally:
+            del policy.generate
+
+    def plain_log_ratios(policy, sequences, config, note=lambda values: None):
+        note(torch.zeros(0))
+        return log_ratios(policy, sequences, config)
+
+    humanline.sample, humanline.log_ratios = plain_sample, plain_log_ratios
+    humanline.Run.keep_rollouts = lambda *args: {}
+    try:
+        yield
+    finally:
+        humanline.sample, humanline.log_ratios, humanline.Run.keep_rollouts = sample, log_ratios, keep
+
+
+def watching(real: str | None, rounds: int) -> None:
+    """Steps of one online run, every other one unwatched; each pair of neighbours gives a ratio."""
+    sys.path.insert(0, str(ROOT))
+    import humanline
+    flags = "--sample-every 1 --no-humanline --eval-every 0 --eval-prompts 1 --eval-samples 1 --save-every 0"
+    if real:
+        flags += f" --model {real} --data {ROOT}/configs/topics.jsonl --reward {ROOT}/configs/rewards.py:ends_with_question"
+        flags += " --batch-size 4 --max-new-tokens 32 --lr 2e-5"
+    times, log, off = [], humanline.Run.log, contextlib.ExitStack()
+
+    def switch(run, report: dict) -> None:  # called at the end of each step
+        log(run, report)
+        times.append(report["step_seconds"])
+        off.close() if len(times) % 2 == 0 else off.enter_context(unwatched())
+
+    with tempfile.TemporaryDirectory() as folder, off:
+        humanline.Run.log = switch
+        humanline.train(humanline.parse_config([*flags.split(), "--steps", str(2 * rounds + 2), "--out", f"{folder}/run"]))
+        humanline.Run.log = log
+    pairs = list(zip(times[2::2], times[3::2]))  # watched, unwatched
+    ratios = [with_it / without for with_it, without in pairs]
+    table([["online GRPO step", "watched", "unwatched", "ratio of neighbours, median"],
+           [real or "embedded", *(f"{statistics.median(column):.3f} s" for column in zip(*pairs)),
+            f"{statistics.median(ratios):.3f} (quartiles {statistics.quantiles(ratios)[0]:.3f} to "
+            f"{statistics.quantiles(ratios)[2]:.3f}, {len(ratios)} pairs)"]])
+
+
+def idle(real: str | None, rounds: int) -> None:
+    """forward_backward of ten groups of 8, six of which have no difference, against computing them all."""
+    sys.path.insert(0, str(ROOT))
+    import humanline
+    config = humanline.Config(model=real or "embedded", compile=False)
+    policy, _ = humanline.load_policy(config, torch.device("cpu"))
+    chance, sequences = random.Random(0), []
+    for group in range(10):
+        prompt = [chance.randrange(5, 90) for _ in range(16)]
+        for i in range(8):
+            completion = [chance.randrange(5, 90) for _ in range(24)]
+            sequences.append(humanline.Sequence(prompt, completion, advantage=0.0 if group < 6 else (-1.0) ** i))
+    batch, loss, times = humanline.Batch(1, sequences, [], 0.5), humanline.LOSSES["grpo"], ([], [])
+    gradients = [None, None]
+    for _ in range(rounds + 1):
+        for i, entry in enumerate((loss, replace(loss, is_idle=lambda s, config: False))):
+            humanline.LOSSES["grpo"] = entry
+            started = time.perf_counter()
+            humanline.forward_backward(policy, batch, config)
+            times[i].append(time.perf_counter() - started)
+            gradients[i] = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    humanline.LOSSES["grpo"] = loss
+    left_out, all_of_them = (statistics.median(values[1:]) for values in times)
+    apart = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
+    table([["60 % of the groups without a difference", "left out", "all computed", "ratio", "gradients apart"],
+           [real or "embedded", f"{left_out:.3f} s", f"{all_of_them:.3f} s", f"{left_out / all_of_them:.2f}",
+            f"{apart:.1e}"]])
+
+
 def ranks(folder: Path, load: Workload, losses: list[str], rounds: int) -> None:
     rows = [["step", "1 rank, 2 threads", "2 ranks, 1 thread each", "ratio"]]
     for loss in losses:
@@ -388,9 +478,9 @@ def decoding(folder: Path, load: Workload, rounds: int) -> None:
     table(rows)
 
 
-def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "online", "decoding"] = "steps",
+def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "online", "decoding", "watching", "idle"] = "steps",
          losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None, gpu: bool = False,
-         train_steps: int = 8) -> None:
+         train_steps: int = 8, real: str | None = None) -> None:
     """Measure, and print a table.
 
     Args:
@@ -400,6 +490,7 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
         trl_python: a Python that has TRL installed; this one if it has.
         gpu: GPU sizes.
         train_steps: steps of each run, of which the first two do not count.
+        real: the folder of a real model, for watching and idle; without it the embedded one.
     """
     global GPU
     GPU = replace(GPU, steps=train_steps)
@@ -412,9 +503,11 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
             trl_python = sys.executable
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if what not in ("scaling", "saving"):
+        if what not in ("scaling", "saving", "watching", "idle"):
             write_workload(folder, load)
-        {"online": lambda: online(folder, load, rounds),
+        {"watching": lambda: watching(real, rounds),
+         "idle": lambda: idle(real, rounds),
+         "online": lambda: online(folder, load, rounds),
          "decoding": lambda: decoding(folder, load, rounds),
          "steps": lambda: steps(folder, load, losses, rounds, trl_python),
          "overhead": lambda: overhead(folder, load, losses, rounds),
