@@ -2037,10 +2037,10 @@ def write_results(path: Path, runs: dict[str, dict]) -> None:
     """A line for each run: its flags and seed, what it measured and how long it took, but not each step's metrics."""
     lines = []
     for run in runs.values():
-        exact = [value for name, value in run.items() if name.startswith("exact ")]
-        line = dict(flags=run["flags"], seed=int(run["flags"].split("--seed ")[1]), lowest=min(exact))
-        lines.append(line | {name: round(value, 4) if isinstance(value, float) else value
-                             for name, value in run.items() if name != "metrics"})
+        line = dict(flags=run["flags"], seed=int(run["flags"].split("--seed ")[1]))
+        line |= {name: round(value, 4) if isinstance(value, float) else value
+                 for name, value in run.items() if name != "metrics"}
+        lines.append(line | dict(lowest=min(value for name, value in line.items() if name.startswith("exact "))))
     replace(path, json_lines(lines))
 
 

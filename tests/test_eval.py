@@ -789,7 +789,8 @@ def test_what_is_trained_is_added_to_the_results(ask, tiny, data_files, tmp_path
 def test_exact_pass_is_what_samples_tend_to(tiny, data_files):
     rows = [dict(row, answer="".join(random.Random(i).choices("0123456789", k=1 + i % 3)))
             for i, row in enumerate(rows_of("prompts", 6))]
-    sampler = evaluation.load(tiny, humanline.parse_config(["--model", tiny]), scored=False)
+    config = humanline.parse_config(["--model", tiny, "--max-new-tokens", "8"])
+    sampler = evaluation.load(tiny, config, scored=False)
     read = [humanline.read_row(row, "", sampler.config) for row in rows]
     groups = evaluation.encode(sampler, read, offline=False)
     expected = []
