@@ -125,6 +125,10 @@ class Config:
     still says that it is, where it would be forgotten for what other groups teach. Default: with the embedded model and
     humanline 1, else 0."""
 
+    on_collapse: Literal["warn", "stop", "restore"] = "warn"
+    """When the log-prob of the wanted completions says that the run is coming apart: warn; stop, and write the final
+    model as it is; or restore, the same with the weights of about the time when that log-prob was best."""
+
     # The objectives' own knobs.
     beta: float = 0.1  # DPO and KTO: how strongly the policy is held to the reference.
     desirable_weight: float | None = None
@@ -558,6 +562,9 @@ def train(config: Config) -> "Run":
                 run.latest = run.measure(step)
                 report |= run.latest
             run.log(report)
+            if run.collapse.warned and config.on_collapse != "warn":
+                run.end_early(step)
+                break
             if float(sum_over_ranks(torch.tensor(float(len(signals))))) and step < config.steps:
                 run.stopped_at, run.signal = step, max([0, *signals])
             if run.stopped_at or (config.save_every and step % config.save_every == 0):
@@ -789,6 +796,7 @@ class Run:
             before = {name: line[f"{name}_before"] for name in ("accuracy", "greedy") if f"{name}_before" in line}
             self.before, self.latest = self.before or before, of_line or self.latest or before
         self.collapse, self.health, self.shown_at = Collapse(), Health(), -math.inf
+        self.kept, self.ended = None, config.steps  # weights of before a collapse; the step whose weights are final
         for line in earlier:
             self.collapse(line.get("logp_wanted"))
             self.health(line)
@@ -874,8 +882,20 @@ class Run:
         shown = {name: line.get(name) for name in ("loss", "reward", "unclamped")}
         shown[self.measured] = self.latest.get("accuracy")
         shown = {name: f"{value:.3f}" for name, value in shown.items() if value is not None}
+        if self.config.on_collapse == "restore" and self.collapse.is_best and line["step"] % 16 == 0:
+            weights = [local_part(p.detach()).to("cpu", copy=True) for p in self.policy.parameters()]
+            self.kept = line["step"], weights
         speed = f"{line['tokens'] / line['step_seconds']:.0f}"
         self.progress.set_postfix(shown | {"tokens/s": speed}, refresh=False)
+
+    def end_early(self, step: int) -> None:
+        """The run has come apart: end it here, or with the weights that were kept when all was well."""
+        self.ended = step
+        if self.kept:
+            self.ended, weights = self.kept
+            torch._foreach_copy_([local_part(p.detach()) for p in self.policy.parameters()], weights)
+        self.latest = self.measure(step)
+        warn(f"--on-collapse {self.config.on_collapse}: the run ends, and its model is that of step {self.ended}")
 
 class Collapse:
     """Whether a run is coming apart, told from the log-prob of the completions that the loss wants likelier.
@@ -886,7 +906,7 @@ class Collapse:
     """
 
     def __init__(self):
-        self.recent, self.best, self.warned = deque(maxlen=16), -math.inf, False
+        self.recent, self.best, self.is_best, self.warned = deque(maxlen=16), -math.inf, False, False
 
     def __call__(self, logp_wanted: float | None) -> str:
         """The warning that this step gives reason for, once in a run, or "". logp_wanted: nats per token."""
@@ -895,6 +915,7 @@ class Collapse:
         if self.warned or len(self.recent) < 16:
             return ""
         now = mean(self.recent)
+        self.is_best = now >= self.best
         self.best = max(self.best, now)
         self.warned = now < min(4 * self.best, self.best - 0.03)
         if not self.warned:
@@ -2420,8 +2441,9 @@ def find_checkpoint(config: Config) -> Path | None:
     return None
 
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
-FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
-                  "eval_greedy microbatch_tokens share_prompts compile shard checkpoint_activations track rollouts").split()
+FREE_ON_RESUME = ("steps out save_every keep resume config on_collapse eval_data eval_every eval_prompts eval_samples "
+                  "eval_greedy eval_temperature eval_top_p microbatch_tokens share_prompts compile shard "
+                  "checkpoint_activations track rollouts").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
     """Put everything back; returns the step that was the last. Raises UserError where the settings differ."""
@@ -2717,7 +2739,8 @@ def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
             if config.loss in ("dpo", "kto") and getattr(config, name) != getattr(Config, name)]
     for text, is_so in {
         f"{same} pairs have the same completion on both sides": same and LOSSES[config.loss].unit == "pair",
-        "all examples are of one kind, so KTO has nothing to hold them against": config.loss == "kto" and len(kinds) == 1,
+        "all examples are of one kind, so KTO has nothing to hold them against":
+            config.loss == "kto" and len(kinds) == 1,
         f"the clip {clip} does not hold 0, where a log-ratio begins, so no token passes a gradient then":
             config.perception == "clip" and not config.log_eps_p < 0 < config.log_eps_r,
         f"{', '.join(idle)} acts with --loss grpo alone": idle,
@@ -2739,7 +2762,7 @@ def last_line(run: Run) -> str:
         changes = {name: f"from {value:.3f} to {run.latest[name]:.3f}" for name, value in run.before.items()}
         greedy = f", greedy {changes['greedy']}" if "greedy" in changes else ""
         gained = f"{run.measured} on held-out prompts went {changes['accuracy']}{greedy}: "
-    return (f"{gained}{in_words(config)['objective']}, {config.steps} steps in {seconds:.0f} s; the model is in "
+    return (f"{gained}{in_words(config)['objective']}, {run.ended} steps in {seconds:.0f} s; the model is in "
             f"{run.out / 'final'}; compare with: {again} {'--no-humanline' if config.humanline else '--humanline'}")
 
 # ---------- The embedded demo -----------------------------------------------------------------------------------------

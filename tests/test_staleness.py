@@ -139,3 +139,28 @@ def test_groups_without_a_difference_are_counted_and_with_a_prior_they_teach(run
 def test_the_run_says_so(run, capsys):
     folder = run("--stale taper --prior 1 --steps 2")
     assert "GRPO with humanline, a taper, a prior of 1" in (folder / "final" / "README.md").read_text()
+
+
+# A run that comes apart.
+
+@pytest.mark.parametrize("how", ["warn", "stop", "restore"])
+def test_a_collapse_ends_the_run_where_that_is_asked_for(run, tmp_path, monkeypatch, capsys, how):
+    """The log-prob of the wanted completions is best at steps 16 to 20, and falls from step 21 on."""
+    kept, forward = {}, humanline.forward_backward
+
+    def spied(policy, batch, config):
+        kept[batch.step - 1] = [p.detach().clone() for p in policy.parameters()]  # the weights after the step before
+        return forward(policy, batch, config) | dict(logp_wanted=-0.1 if batch.step <= 20 else -3.0)
+
+    monkeypatch.setattr(humanline, "forward_backward", spied)
+    folder = run(f"--steps 40 --on-collapse {how}", out=str(tmp_path / "out"))
+    steps, err = len(metrics(folder)), capsys.readouterr().err
+    assert err.count("may be coming apart") == 1
+    if how == "warn":
+        assert steps == 40 and "the run ends" not in err
+        return
+    assert 20 < steps < 30 and f"--on-collapse {how}: the run ends" in err
+    assert f"its model is that of step {16 if how == 'restore' else steps}" in err
+    model = humanline.load_policy(Config(model=str(folder / "final")), torch.device("cpu"))[0]
+    same = all(map(torch.equal, [p.detach() for p in model.parameters()], kept[16]))
+    assert same == (how == "restore")
