@@ -684,10 +684,10 @@ def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, confi
     Means over the completion tokens that were computed, all but those of GRPO's groups without a difference: `drift`,
     |log-ratio|; `kl`, to the reference; `logp`; `unclamped`, what perception let through; `clamped_low` and
     `clamped_high`, what the clip stopped at either end; `clip_low` and `clip_high`, where GRPO's own clip takes the
-    gradient. `entropy`: nats per token, of the policy's whole distribution at every 8th of them (which, depends on how
-    the batch is cut). `logp_wanted`: over
-    the tokens of the chosen, desirable or better completions. `reward_margin`: the mean β Σ d̃ of the chosen completions
-    less that of the others. `no_difference`: the share of the step's groups whose rewards are all the same.
+    gradient. `entropy`: nats per token, of the policy's whole distribution at every 8th of them; which ones depends on
+    how the batch is cut. `logp_wanted`: over the tokens of the chosen, desirable or better completions.
+    `reward_margin`: the mean β Σ d̃ of the chosen completions less that of the others. `no_difference`: the share of
+    the step's groups whose rewards are all the same.
     """
     loss, lengths = LOSSES[config.loss], [len(s.completion) for s in batch.sequences]
     report = dict(loss=sums["loss"], tokens=sum(lengths))
@@ -804,7 +804,7 @@ class Run:
                              unit="step", dynamic_ncols=True, **(dict(disable=True) if rank() else {}))
 
     def measure(self, step: int) -> dict[str, float]:
-        """On --eval-data, if there is any, the mean reward of fresh samples, `accuracy`, which for rewards of 0 and 1 is
+        """On --eval-data, if there is any: `accuracy`, the mean reward of fresh samples, for rewards of 0 and 1 that is
         pass@1; and `greedy`, that of the most likely completions, token by token."""
         config, values = self.config, {}
         temperature, top_p = config.eval_temperature or config.temperature, config.eval_top_p or config.top_p
