@@ -578,3 +578,16 @@ def test_no_tensor_grows_with_the_tokens_times_the_vocabulary(chunk_size):
     with LargestOutput() as largest:
         full_logps(hidden, weight, labels).sum().backward()
     assert largest.numel >= N * T * V  # the recorder sees such a tensor where there is one
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropies_are_those_of_full_logits_at_every_8th_position_of_a_chunk(softcap, temperature):
+    hidden, weight, bias = (x.detach() for x in parameters())
+    noted = []
+    token_logps(hidden, weight, LABELS, bias, softcap, chunk_size=10, temperature=temperature, note_entropy=noted.append)
+    logits = hidden[KEPT] @ weight.T + bias
+    logps = ((logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature).log_softmax(-1)
+    entropies = -(logps.exp() * logps).sum(-1)
+    expected = torch.cat([chunk[::8] for chunk in entropies.split(10)])
+    assert len(expected) > 2 and torch.allclose(torch.cat(noted), expected, rtol=1e-9)
