@@ -81,7 +81,7 @@ def test_the_worse_model_is_worse_and_the_better_better(first, part, sign):
         rows = map(json.loads, Path(humanline.embedded(name, "data")).read_text().splitlines())
         return float(torch.tensor([row["scores"] for row in rows]).mean())
 
-    assert sign * (mean_score(f"embedded:{part}") - mean_score("embedded")) > 0.1
+    assert sign * (mean_score(f"embedded:{part}") - mean_score("embedded")) > 0.03
 
 
 def test_a_base_that_learned_nothing_is_taught_again_from_another_start(tmp_path, monkeypatch):

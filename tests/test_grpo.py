@@ -123,7 +123,7 @@ def test_evaluation_may_have_a_temperature_of_its_own(run, tiny, data_files, mon
         return sample(policy, prompts, stops, pad, config, *rest)
 
     monkeypatch.setattr(humanline, "sample", spied)
-    flags = f"--sample-every 2 --steps 2 --temperature 0.9 --eval-data {data_files['prompts']} --eval-every 0"
+    flags = f"--sample-every 2 --steps 2 --temperature 0.9 --eval-data {data_files['prompts']} --eval-every 0 --no-eval-greedy"
     run(f"{flags} --eval-temperature 0.6 --eval-top-p 0.95")
     assert set(seen[1:-1]) == {(0.9, 1.0)} and {seen[0], seen[-1]} == {(0.6, 0.95)}
     seen.clear()

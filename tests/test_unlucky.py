@@ -188,9 +188,10 @@ def test_a_drift_that_is_typed_replaces_the_files_k(tmp_path):
 
 
 @pytest.mark.parametrize("flags, objective", [
-    ("", "GRPO with humanline"), ("--no-humanline", "plain GRPO"),
+    ("", "GRPO with humanline, a taper, a prior of 1"), ("--stale keep --prior 0", "GRPO with humanline"),
+    ("--no-humanline", "plain GRPO"), ("--model x --data y --loss dpo", "DPO with humanline"),
     ("--no-humanline --sync-k 5 --perception clip", "GRPO with humanline"),
-    ("--no-humanline --sync-k 5", "GRPO with syncing only"), ("--sync-k 0", "GRPO with perception only")])
+    ("--no-humanline --sync-k 5", "GRPO with syncing only"), ("--sync-k 0 --stale keep --prior 0", "GRPO with perception only")])
 def test_a_run_is_called_what_it_did(flags, objective):
     assert humanline.in_words(humanline.parse_config(flags.split()))["objective"] == objective
 
