@@ -1678,6 +1678,7 @@ def stale_variants(loss: str) -> dict[str, str]:
     switches |= {f"{PAPERS}, k = 8": "--sync-k 8"} if loss == "grpo" else {}
     switches |= {f"{PAPERS}, taper": "--sync-k 8 --stale taper", f"{PAPERS}, prior": "--sync-k 8 --prior 1", BOTH: form}
     if loss == "grpo":
+        switches |= {f"{PAPERS}, the better completions alone, prior": "--sync-k 8 --stale drop --prior 1"}
         switches |= {SPARSE: f"{drawn} {NEVER}", f"{SPARSE}, humanline": drawn,
                      f"{SPARSE}, humanline, taper, prior": f"{drawn} {form}"}
     common = f"--loss {loss} --data embedded --steps {STEPS[-1]} --eval-every {STEPS[0]}"

@@ -116,10 +116,10 @@ class Config:
     beta_r: float = 1.0  # See --gamma-r.
 
     # What keeps a run from falling apart on data that others drew, or that it drew long ago. Not in the paper.
-    stale: Literal["taper", "keep"] | None = None
+    stale: Literal["taper", "keep", "drop"] | None = None
     """taper: push a completion down only as far as the policy still says it: a worse completion's gradient has the
-    weight min(1, π_θ / π_sampler). keep: without this; then each sync makes room to push it further down, without end.
-    Default: with the embedded model and humanline taper, else keep."""
+    weight min(1, π_θ / π_sampler). keep: without this; then each sync makes room to push it further down, without
+    end. drop: never push one down. Default: with the embedded model and humanline taper, else keep."""
     prior: float | None = None
     """Judge each group as if it held this many rollouts more, with the mean reward of all. So a group that is all right
     still says that it is, where it would be forgotten for what other groups teach. Default: with the embedded model and
@@ -602,6 +602,8 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
                 sampler_logps = pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
                 weight = staleness_weight(logps - sampler_logps, ~chosen)
                 log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
+            if config.stale == "drop":
+                log_ratio = torch.where(chosen[:, None], log_ratio, log_ratio.detach())
             perceived, passes = perceive(log_ratio, microbatch, config)
             advantages = torch.tensor([s.advantage for s in sequences], device=device)
             weights = torch.tensor([s.weight for s in sequences], device=device)
@@ -1971,14 +1973,15 @@ class Reference:
 
     @contextlib.contextmanager
     def borrowed_weights(self) -> Iterator[None]:
-        """The policy with the reference's weights, for the length of a `with`. They change places one by one, so that
-        no more memory is needed."""
+        """The policy with the reference's weights, for the length of a `with`. They change places some rows at a time, so
+        that no more memory is needed."""
         def swap() -> None:
             for p, aside in zip(self.policy.parameters(), self.weights):
-                weight = local_part(p.detach())
-                present = weight.to("cpu", copy=True)
-                weight.copy_(aside)
-                aside.copy_(present)
+                rows = (torch.atleast_1d(tensor).split(4096) for tensor in (local_part(p.detach()), aside))
+                for weight, other in zip(*rows):
+                    present = weight.to("cpu", copy=True)
+                    weight.copy_(other)
+                    other.copy_(present)
 
         swap()
         try:
@@ -2708,7 +2711,7 @@ def in_words(config: Config) -> dict[str, str]:
     name, syncs = config.loss.upper(), is_synced(config)
     objective = {(True, True): f"{name} with humanline", (True, False): f"{name} with syncing only",
                  (False, True): f"{name} with perception only", (False, False): f"plain {name}"}
-    more = ["a taper"] if config.stale == "taper" else []
+    more = {"taper": ["a taper"], "drop": ["the better completions alone"]}.get(config.stale, [])
     more += [f"a prior of {config.prior:g}"] if config.prior else []
     base = config.model if on_hub(config.model) else re.sub(r"[^\w.-]+", "-", Path(config.model).name)  # no path
     return dict(objective=", ".join([objective[syncs, config.perception != "none"], *more]), anchor=anchor, base=base,

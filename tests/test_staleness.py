@@ -164,3 +164,15 @@ def test_a_collapse_ends_the_run_where_that_is_asked_for(run, tmp_path, monkeypa
     model = humanline.load_policy(Config(model=str(folder / "final")), torch.device("cpu"))[0]
     same = all(map(torch.equal, [p.detach() for p in model.parameters()], kept[16]))
     assert same == (how == "restore")
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
+def test_drop_pushes_nothing_down(tiny, loss):
+    policy, _, config = policy_of(tiny, loss=loss)
+    policy.double()
+    batch = random_batch(loss)
+    for s in batch.sequences + batch.mismatched:
+        s.ref_logps = s.ref_logps.double()
+        s.sampler_logps = s.ref_logps + 1000  # so sure that the taper's weight is 0
+    dropped, tapered = (gradient(policy, batch, dataclasses.replace(config, stale=how)) for how in ("drop", "taper"))
+    assert dropped.abs().max() > 0 and torch.allclose(dropped, tapered, rtol=1e-9, atol=1e-12)
