@@ -1973,8 +1973,8 @@ class Reference:
 
     @contextlib.contextmanager
     def borrowed_weights(self) -> Iterator[None]:
-        """The policy with the reference's weights, for the length of a `with`. They change places some rows at a time, so
-        that no more memory is needed."""
+        """The policy with the reference's weights, for the length of a `with`. They change places some rows at a time,
+        so that no more memory is needed."""
         def swap() -> None:
             for p, aside in zip(self.policy.parameters(), self.weights):
                 rows = (torch.atleast_1d(tensor).split(4096) for tensor in (local_part(p.detach()), aside))

@@ -28,9 +28,11 @@ for flags in json.load(open(sys.argv[1])):
 torch.distributed.destroy_process_group()
 """
 DRAWN = "--sample-every 4 --sample-tokens 128"
-SOURCES = {"offline": "", "drawn": DRAWN, "baseline": f"--no-humanline {DRAWN}"}
+SOURCES = {"offline": "", "drawn": DRAWN, "baseline": f"--no-humanline {DRAWN}", "tapered": "--stale taper --prior 1",
+           "published": f"--no-humanline {DRAWN} --kl-beta 0.1 --temperature 0.8"}
 CASES = list(itertools.product(("grpo", "dpo", "kto"), ("offline", "drawn"), ("ddp", "fsdp")))
-CASES += [("grpo", "baseline", "ddp"), ("grpo", "baseline", "fsdp")]
+CASES += [("grpo", "baseline", "ddp"), ("grpo", "baseline", "fsdp"), ("grpo", "tapered", "ddp"),
+          ("dpo", "tapered", "fsdp"), ("grpo", "published", "ddp"), ("grpo", "published", "fsdp")]
 
 
 def flags_of(tiny, data_files, varied, loss: str, source: str, more: str = "") -> list[str]:
@@ -68,6 +70,10 @@ def agree(expected: Path, folder: Path, tolerance: float = 1e-5) -> None:
     for a, b in zip(metrics(expected), metrics(folder), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=tolerance, abs=0.1 * tolerance), a["step"]
         assert a["tokens"] == b["tokens"] and a["reward"] == pytest.approx(b["reward"])
+    if (expected / "rollouts.jsonl").exists():
+        lines = [map(json.loads, (run / "rollouts.jsonl").read_text().splitlines()) for run in (expected, folder)]
+        first, second = ([(line["step"], line["row"], line["tokens"]) for line in of_run] for of_run in lines)
+        assert first == second
     first, second = (load_file(run / "final" / "model.safetensors") for run in (expected, folder))
     assert first.keys() == second.keys()
     for name in first:
