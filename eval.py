@@ -1672,17 +1672,20 @@ PAPERS, BOTH, SPARSE = "offline + humanline", "offline + humanline, taper, prior
 
 
 def stale_variants(loss: str) -> dict[str, str]:
-    """The flags of all variants that `stale` compares, the defaults otherwise."""
-    form, drawn = "--sync-k 8 --stale taper --prior 1", f"--sample-every {SPARSE.split()[1]}"
-    switches = {"offline": NEVER, "online": f"{ONLINE} {NEVER}", PAPERS: ""}
-    switches |= {f"{PAPERS}, k = 8": "--sync-k 8"} if loss == "grpo" else {}
-    switches |= {f"{PAPERS}, taper": "--sync-k 8 --stale taper", f"{PAPERS}, prior": "--sync-k 8 --prior 1", BOTH: form}
+    """The flags of all variants that `stale` compares: the paper's humanline with the k that is the default of each
+    loss, the other forms with one k. The learning rate is the default."""
+    k, drawn = dict(grpo=24, dpo=128, kto=128)[loss], f"--sample-every {SPARSE.split()[1]}"
+    form = lambda k, stale, prior: f"--sync-k {k} --stale {stale} --prior {prior}"
+    papers, both = form(k, "keep", 0), form(8, "taper", 1)
+    switches = {"offline": NEVER, "online": f"{ONLINE} {NEVER}", PAPERS: papers}
+    switches |= {f"{PAPERS}, k = 8": form(8, "keep", 0)} if loss == "grpo" else {}
+    switches |= {f"{PAPERS}, taper": form(8, "taper", 0), f"{PAPERS}, prior": form(8, "keep", 1), BOTH: both}
     if loss == "grpo":
-        switches |= {f"{PAPERS}, the better completions alone, prior": "--sync-k 8 --stale drop --prior 1"}
-        switches |= {SPARSE: f"{drawn} {NEVER}", f"{SPARSE}, humanline": drawn,
-                     f"{SPARSE}, humanline, taper, prior": f"{drawn} {form}"}
+        switches |= {f"{PAPERS}, better completions alone, prior": form(8, "drop", 1)}
+        switches |= {SPARSE: f"{drawn} {NEVER}", f"{SPARSE}, humanline": f"{drawn} {papers}",
+                     f"{SPARSE}, humanline, taper, prior": f"{drawn} {both}"}
     common = f"--loss {loss} --data embedded --steps {STEPS[-1]} --eval-every {STEPS[0]}"
-    return {name: " ".join(f"{common} {flags}".split()) for name, flags in switches.items()}
+    return {name: f"{common} {flags}" for name, flags in switches.items()}
 
 
 def finished(runs: Runs, loss: str) -> tuple[Runs, list[str]]:
@@ -1690,7 +1693,7 @@ def finished(runs: Runs, loss: str) -> tuple[Runs, list[str]]:
     """
     values = {name: runs(flags, f"exact {STEPS[-1]}") for name, flags in stale_variants(loss).items()}
     bases = runs(stale_variants(loss)["offline"], "exact 0")
-    kept, lines = [], []
+    kept, lines, unfinished = [], [], []
     for i, (seed, base) in enumerate(zip(runs.seeds, bases)):
         own = {name: value[i] for name, value in values.items() if not math.isnan(value[i])}
         if base < LEARNED:
@@ -1698,9 +1701,11 @@ def finished(runs: Runs, loss: str) -> tuple[Runs, list[str]]:
             lines.append(f"Seed {seed} is left out: its base never learned addition (pass@1 {base:.3f}). "
                          f"There: {found}.")
         elif len(own) < len(values):
-            lines.append(f"Seed {seed} is left out: {len(own)} of its {len(values)} runs are there.")
+            unfinished.append(f"{seed} ({len(own)})")
         else:
             kept.append(seed)
+    if unfinished:
+        lines.append(f"Left out are the seeds of which not all {len(values)} runs are there: {', '.join(unfinished)}.")
     return Runs(kept, runs.known, runs.wanted), lines
 
 

@@ -669,7 +669,7 @@ class Stale(dict):
     """Runs of `stale` with known outcomes: `ends` has pass@1 by what the flags hold, the first that fits."""
 
     def __init__(self, **ends):
-        self.ends = {"--sample-every 1 ": 0.95, "--stale taper --prior 1": 0.94, "--stale taper": 0.8, "--prior": 0.4,
+        self.ends = {"--sample-every 1 ": 0.95, "--stale taper --prior 1": 0.94, "--stale taper": 0.8, "--prior 1": 0.4,
                      "--no-humanline": 0.8, "": 0.3} | ends.pop("ends", {})
         self.bases = dict.fromkeys(range(1, 6), 0.7) | ends.pop("bases", {})
 
@@ -723,13 +723,13 @@ def test_one_run_that_collapses_is_enough_to_refuse_a_form():
 def test_seeds_that_are_not_finished_or_never_learned_are_said_and_left_out():
     class Some(Stale):
         def get(self, flags, default=None):
-            missing = "--loss kto" in flags or "--loss dpo" in flags and "--seed 3" in flags and "--prior" in flags
+            missing = "--loss kto" in flags or "--loss dpo" in flags and "--seed 3" in flags and "--prior 1" in flags
             return {} if missing else super().get(flags)
 
     said = "\n".join(evaluation.stale(pretended(Some(bases={1: 0.3}))))
     assert "GRPO, 2 seeds" in said and "| DPO, 1 seed |" in said and "KTO: no seed is finished." in said
     assert "Seed 1 is left out: its base never learned addition (pass@1 0.300). There: offline 0.801" in said
-    assert "Seed 3 is left out: 4 of its 6 runs are there." in said
+    assert "Left out are the seeds of which not all 6 runs are there: 3 (4).\n" in said
     assert "nan" not in said and "**not decided**: DPO, with taper and prior" in said  # one seed
 
 
@@ -760,7 +760,7 @@ def test_results_are_read_back_and_drawn_again_without_training(ask, tmp_path, m
     assert "66 runs, seeds 1 to 3" in said and "GRPO, 3 seeds" in said and path.read_bytes() == before
     assert (tmp_path / "evals" / "reproduce.png").exists()
     said = ask("reproduce --only stale --seeds 5 --results stale.jsonl --no-train")
-    assert "66 runs" in said and "GRPO, 3 seeds" in said and "Seed 5 is left out: 0 of its 10 runs are there." in said
+    assert "66 runs" in said and "GRPO, 3 seeds" in said and "not all 10 runs are there: 4 (0), 5 (0)." in said
 
 
 def test_what_is_trained_is_added_to_the_results(ask, tiny, data_files, tmp_path, monkeypatch):
