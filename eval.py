@@ -2056,7 +2056,7 @@ def picture_stale(runs: Runs, path: Path) -> None:
     own, _ = finished(runs, "grpo")
     for i, (name, flags) in enumerate(stale_variants("grpo").items()):
         curve = np.array([own(flags, f"exact {step}") for step in (0, *STEPS)])
-        colour, dash = OKABE_ITO[i % 7], DASHES[i // 7]
+        colour, dash = OKABE_ITO[i % 7], "--" if name.startswith(SPARSE) else DASHES[i // 7 * 2]
         axis.fill_between((0, *STEPS), curve.min(1), curve.max(1), color=colour, alpha=0.12, linewidth=0)
         axis.plot((0, *STEPS), curve.mean(1), dash, color=colour, linewidth=1.8, label=name)
     axis.set(xlabel=f"steps; bands: the range over {len(own.seeds)} seeds", ylabel="pass@1, held out", ylim=(0, 1.01),
