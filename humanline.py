@@ -562,7 +562,7 @@ def train(config: Config) -> "Run":
                 run.latest = run.measure(step)
                 report |= run.latest
             run.log(report)
-            if run.collapse.warned and config.on_collapse != "warn":
+            if run.is_falling and config.on_collapse != "warn":
                 run.end_early(step)
                 break
             if float(sum_over_ranks(torch.tensor(float(len(signals))))) and step < config.steps:
@@ -874,7 +874,9 @@ class Run:
         if report["step"] == 1:
             report |= {f"{name}_before": value for name, value in self.before.items()}
         line = {name: value for name, value in report.items() if value is not None}
-        for warning in [self.collapse(line.get("logp_wanted")), *self.health(line)]:
+        collapse = self.collapse(line.get("logp_wanted"))
+        self.is_falling = bool(collapse)
+        for warning in [collapse, *self.health(line)]:
             if warning:
                 warn(f"step {line['step']}: {warning}")
         if rank() == 0:
