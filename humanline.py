@@ -827,7 +827,7 @@ class Run:
                       seconds: float = math.inf) -> dict[str, float]:
         """Append rollouts to one of the run's files, a line per completion that --data reads back; show the best and
         the worst of a prompt, at most every ten seconds; what the metrics say of rollouts drawn in `seconds`."""
-        sampler, lines, parts = self.sampler, [], []
+        sampler, lines = self.sampler, []
         names = [reward.short_name for reward in sampler.rewards]
         for number, group in enumerate(rollouts):
             texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
