@@ -468,13 +468,16 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
         weight = config.desirable_weight or balanced
         sequence.weight = weight if sequence.is_chosen else config.undesirable_weight
 
+def of_ratio(x: LossInputs, config: Config) -> Tensor:
+    """The perceived log-ratio of each token, or as --ratio says of its sequence: (N, T)."""
+    return sequence_log_ratio(x.perceived, x.mask) if config.ratio == "sequence" else x.perceived
+
 def grpo_of_inputs(x: LossInputs, config: Config) -> Tensor:
-    perceived = sequence_log_ratio(x.perceived, x.mask) if config.ratio == "sequence" else x.perceived
-    return grpo_loss(x.log_ratio, perceived, x.advantages, config.epsilon, config.kl_beta, config.epsilon_high)
+    return grpo_loss(x.log_ratio, of_ratio(x, config), x.advantages, config.epsilon, config.kl_beta, config.epsilon_high)
 
 def grpo_clipped(x: LossInputs, config: Config) -> tuple[Tensor, Tensor]:
     """Where GRPO's own clip takes the gradient, at its lower and at its upper end: two (N, T) boolean tensors."""
-    ratio = (sequence_log_ratio(x.perceived, x.mask) if config.ratio == "sequence" else x.perceived).exp()
+    ratio = of_ratio(x, config).exp()
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     falls, advantages = ratio < 1 - config.epsilon, x.advantages[:, None]
     return falls & (advantages < 0) & x.mask, (ratio > 1 + high) & (advantages > 0) & x.mask
