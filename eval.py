@@ -8,6 +8,7 @@
   python eval.py perception --model runs/mine                  # the paper's Figure 2 for your model and your data
   python eval.py plot runs/mine runs/other                     # learning curves: --metrics kl reward, --against kl
   python eval.py reproduce                                     # the README's tables, from training on
+  python eval.py reproduce --real SMOLLM2                      # the same questions, asked of a real language model
 
 A MODEL is a run's folder (its final model, with the prompt format and the reward of its config.toml), a Hugging Face
 name or folder, or `embedded`. Beside a run, a model that is none is asked as the run is. Loading, sampling, rewards and
@@ -202,15 +203,20 @@ class Reproduce:
 
     only: tuple[Experiment, ...] | None = None
     """Which experiments. Default: all but the tuning, whose results stand in eval.py."""
+    real: str | None = None
+    """Instead of those, the claims on a real language model: this one, a folder or a name on the hub. It was made for
+    SmolLM2-135M-Instruct."""
+    losses: tuple[Literal["grpo", "dpo", "kto"], ...] = ("grpo", "dpo", "kto")
+    """With --real: which losses."""
     quick: bool = False
-    """The headline rows only."""
+    """The headline rows only. With --real: GRPO on one task."""
     seeds: int | None = None
-    """Seeds of each run: 1, 2, …, on which nothing was tuned. Default: 5, or 2 with --quick."""
+    """Seeds of each run: 1, 2, …, on which nothing was tuned. Default: 5, or 2 with --quick; with --real 3, or 1."""
     jobs: int | None = None
     """Runs at a time, each on one thread. Default: as many as there are cores."""
     results: str | None = None
-    """With --only stale: JSON lines, one for each run. What the file has is not trained again; what is trained is
-    added to it."""
+    """With --only stale or --real: JSON lines, one for each run. What the file has is not trained again; what is
+    trained is added to it. Default with --real: evals/real.jsonl."""
     train: bool = True
     """Train what is missing. Otherwise the report is of what there is."""
     out: str | None = None
@@ -1988,6 +1994,8 @@ def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str
 
 def reproduce(flags: Reproduce) -> None:
     """Train what the experiments need, some at a time, and write the report."""
+    if flags.real:
+        return reproduce_real(flags)
     out, start = new_file(flags.out, (".md",), "reproduce.md"), time.perf_counter()
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
     experiments, chosen = EXPERIMENTS | {"tuning": tuning}, flags.only or (QUICK if flags.quick else tuple(EXPERIMENTS))
@@ -2095,6 +2103,301 @@ def picture_report(runs: Runs, syncing: bool, path: Path) -> None:
                  ylim=(0.3, 1), xticklabels=[*map(str, ticks[:-1]), "∞"])
         axis.legend(frameon=False, fontsize=8, loc="lower left")
     save(figure, path, left)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# reproduce --real: the same questions, asked of a real language model
+# ----------------------------------------------------------------------------------------------------------------------
+
+# A reward that knows degrees, and one that is 0 or 1. Rows: configs/{topics,checks}.jsonl, held out: …-test.jsonl.
+TASKS = {"sentiment": "topics", "checked": "checks"}
+REAL_STEPS = (0, 16, 32, 48, 64)
+REAL_SIZE = {"grpo": "--batch-size 4", "dpo": "--batch-size 8", "kto": "--batch-size 32"}  # prompts: 4, 8, 4
+ALONE = "offline + humanline, better completions alone, prior"
+SPARSELY = "every 16 steps"
+# --lr and --sync-k: the best of REAL_GRID in both tasks together, on seed 101. What is not here yet is searched for.
+REAL_TUNED = {
+    ("grpo", "offline"): ("2e-5", "0"), ("grpo", PAPERS): ("2e-5", "4"), ("grpo", BOTH): ("4e-5", "4"),
+    ("grpo", "online"): ("4e-5", "0")}
+REAL_GRID = dict(lr=("1e-5", "2e-5", "4e-5"), k=(4, 1, 16))
+REAL_TUNING_SEED = 101
+
+
+def real_variants(loss: str) -> dict[str, tuple[str, str]]:
+    """Each variant's switches, where {k} is its --sync-k, and the variant whose tuned settings it takes."""
+    papers, both, alone = (f"--sync-k {{k}} --stale {stale} --prior {prior}"
+                           for stale, prior in (("keep", 0), ("taper", 1), ("drop", 1)))
+    variants = {"offline": (NEVER, "offline"), PAPERS: (papers, PAPERS), BOTH: (both, BOTH),
+                "online": (f"{ONLINE} {NEVER}", "online")}
+    if loss == "grpo":
+        drawn = f"--sample-every {SPARSELY.split()[1]}"
+        variants |= {ALONE: (alone, BOTH), SPARSELY: (f"{drawn} {NEVER}", "online"),
+                     f"{SPARSELY}, humanline": (f"{drawn} {papers}", PAPERS),
+                     f"{SPARSELY}, humanline, taper, prior": (f"{drawn} {both}", BOTH)}
+    return variants
+
+
+def real_flags(task: str, loss: str, switches: str, lr: str, k: int | str) -> str:
+    return f"{task} --loss {loss} {REAL_SIZE[loss]} {switches.format(k=k)} --lr {lr}"
+
+
+def real_tuned(runs: Runs, loss: str, variant: str) -> tuple[str, str] | None:
+    """Its --lr and --sync-k: first the best rate with the first k, then the best k at that rate. None as long as runs
+    of the tuning's seed are missing."""
+    if (loss, variant) in REAL_TUNED:
+        return REAL_TUNED[loss, variant]
+    switches = real_variants(loss)[variant][0]
+
+    def reward(lr: str, k: int) -> float:
+        flags = (real_flags(task, loss, switches, lr, k) for task in TASKS)
+        return float(np.mean([runs.lookup(f"{one} --seed {REAL_TUNING_SEED}").get(f"reward {REAL_STEPS[-1]}", math.nan)
+                              for one in flags]))
+
+    first, *others = REAL_GRID["k"]
+    rates = {lr: reward(lr, first) for lr in REAL_GRID["lr"]}
+    lr = max(rates, key=rates.get)
+    if any(map(math.isnan, rates.values())) or "{k}" not in switches:
+        return None if any(map(math.isnan, rates.values())) else (lr, "0")
+    ks = {first: rates[lr]} | {k: reward(lr, k) for k in others}
+    return None if any(map(math.isnan, ks.values())) else (lr, str(max(ks, key=ks.get)))
+
+
+@functools.cache
+def base_sampler(model: str) -> Sampler:
+    """The model as it was before any training, to take the KL to; one for all runs of a process."""
+    return load(model, humanline.parse_config(["--model", model, "--data", "embedded", *real_machine()]), scored=False)
+
+
+def real_machine() -> list[str]:
+    """Flags that the machine asks for: on a GPU this model is so small that bf16 casts cost more than they save."""
+    return ["--dtype", "float32", "--no-compile"] if torch.cuda.is_available() else []
+
+
+def real_rows(task: str, held_out: bool = False) -> str:
+    return str(Path(humanline.__file__).with_name("configs") / f"{TASKS[task]}{'-test' * held_out}.jsonl")
+
+
+def real_task_flags(task: str, model: str) -> list[str]:
+    reward = Path(humanline.__file__).with_name("configs") / "rewards.py"
+    return ["--model", model, "--reward", f"{reward}:{task}", "--eval-data", real_rows(task, held_out=True),
+            "--max-new-tokens", "32", *real_machine()]
+
+
+def draw_base(task: str, seed: int, model: str, home: Path) -> None:
+    """The offline data: 8 completions of the base for each prompt, drawn once for each seed."""
+    path = home / f"{task}-{seed}.jsonl"
+    if path.exists():
+        return
+    flags = [*real_task_flags(task, model), "--data", real_rows(task), "--sample-every", "1", "--seed", str(seed)]
+    config = humanline.parse_config(flags)
+    sampler, rows = load(model, config), read_rows(real_rows(task), config)
+    rollouts, _ = draw(sampler, encode(sampler, rows, offline=False), rows, 8, seed)
+    replace(path, json_lines(
+        dict(rows[group.row].fields, prompt_id=f"{number}", completion=text, reward=reward, tokens=ids, logps=logps)
+        for number, group in enumerate(rollouts)
+        for text, reward, ids, logps in zip(sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True),
+                                            group.rewards, group.completions, group.logps)))
+
+
+def train_real(flags: str, model: str, home: Path) -> dict:
+    """A run of humanline.py on a real model; what it measured at REAL_STEPS, and what it wrote at the end."""
+    task, *rest = shlex.split(flags)
+    seed = int(rest[-1])
+    data = real_rows(task) if "--sample-every" in rest else str(home / f"{task}-{seed}.jsonl")
+    last = REAL_STEPS[-1]
+    often = last if seed == REAL_TUNING_SEED else REAL_STEPS[1]
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, \
+            contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        config = humanline.parse_config([
+            *rest, *real_task_flags(task, model), "--data", data, "--steps", str(last), "--save-every", "0",
+            "--eval-every", str(often), "--eval-prompts", "50", "--eval-samples", "4", "--out", f"{folder}/run"])
+        with contextlib.suppress(FloatingPointError):  # a run that diverged; what is not measured is NaN
+            if humanline.train(config).stopped_at:
+                raise UserError("interrupted; the same command goes on where it was")
+        outcome = dict(flags=flags, device="CPU")
+        if torch.cuda.is_available():
+            outcome["device"] = torch.cuda.get_device_name()
+            torch.cuda.empty_cache()
+        run = Path(folder, "run")
+        lines = humanline.read_metrics(run / "metrics.jsonl")
+        rollouts = [json.loads(line) for line in (run / "eval_rollouts.jsonl").read_text().splitlines()]
+        seconds = np.cumsum([line["step_seconds"] for line in lines])
+        drawing = np.cumsum([line["sample_seconds"] for line in lines])
+        for step in (0, *range(often, last + 1, often)):
+            drawn = [line for line in rollouts if line["step"] == step]
+            if not drawn:
+                continue
+            line = lines[step - 1] if step else dict(greedy=lines[0]["greedy_before"])
+            measured = dict(reward=np.mean([one["reward"] for one in drawn]), greedy=line["greedy"],
+                            seconds=seconds[step - 1] if step else 0.0, drawing=drawing[step - 1] if step else 0.0)
+            measured |= describe_completions(drawn, model, config)
+            outcome |= {f"{name} {step}": round(float(value), 4) for name, value in measured.items()}
+    drawn.sort(key=lambda line: line["reward"])
+    places = dict(worst=0, low=len(drawn) // 4, median=len(drawn) // 2, high=3 * len(drawn) // 4, best=-1)
+    samples = {name: dict(reward=round(drawn[place]["reward"], 3), completion=drawn[place]["completion"])
+               for name, place in places.items()}
+    return outcome | dict(samples=samples)
+
+
+def describe_completions(drawn: list[dict], model: str, config: Config) -> dict[str, float]:
+    """Of lines of an eval_rollouts.jsonl: `kl` to the base, nats per completion, the mean of log π - log π_base;
+    `entropy`, nats per token; `length`, tokens; `distinct`, different pairs of neighbouring words over all of them."""
+    base = base_sampler(model)
+    prompts = {group.row: group.prompt for group in encode(base, read_rows(config.eval_data, config), offline=False)}
+    groups = [Group(line["row"], prompts[line["row"]], [line["tokens"]], [0.0]) for line in drawn]
+    own = np.array([sum(line["logps"]) for line in drawn])
+    bases = np.array([logps.sum() for logps, in token_logps(base, groups)])
+    lengths = np.array([len(line["tokens"]) for line in drawn])
+    words = [line["completion"].lower().split() for line in drawn]
+    pairs = [pair for text in words for pair in itertools.pairwise(text)]
+    return dict(kl=(own - bases).mean(), entropy=-own.sum() / lengths.sum(), length=lengths.mean(),
+                distinct=len(set(pairs)) / max(1, len(pairs)))
+
+
+def at_kl(run: dict, kl: float) -> float:
+    """The reward of a run where it had come `kl` nats away from its base; between measurements it is taken to rise
+    evenly, and a run that never came so far has its last."""
+    points = [(run[f"kl {step}"], run[f"reward {step}"]) for step in REAL_STEPS if f"kl {step}" in run]
+    for (near, low), (far, high) in itertools.pairwise(points):
+        if near <= kl <= far:
+            return low + (high - low) * (kl - near) / max(far - near, 1e-9)
+    return points[-1][1] if points else math.nan
+
+
+def real(runs: Runs, losses: Iterable[str], tasks: Iterable[str]) -> tuple[list[str], dict]:
+    """The report's text; and the curves to draw, by task, loss and variant."""
+    text, verdicts, samples, curves, last = [], [], [], {}, REAL_STEPS[-1]
+    for task, loss in itertools.product(tasks, losses):
+        variants = real_variants(loss)
+        if runs.quick:
+            variants = {name: variants[name] for name in ("offline", PAPERS, BOTH, "online")}
+        tuned = {name: real_tuned(runs, loss, like) for name, (_, like) in variants.items()}
+        if not all(tuned.values()):
+            text.append(f"{loss.upper()}, {task}: the tuning is not finished.")
+            continue
+        flags = {name: real_flags(task, loss, switches, *tuned[name]) for name, (switches, _) in variants.items()}
+        there = [all(f"reward {last}" in run for run in seeds) for seeds in zip(*map(runs.each, flags.values()))]
+        own = Runs([seed for seed, is_there in zip(runs.seeds, there) if is_there], runs.known, runs.wanted)
+        if not own.seeds:
+            text.append(f"{loss.upper()}, {task}: no seed is finished.")
+            continue
+        value = lambda name, what, step=last: own(flags[name], f"{what} {step}")
+        offline, online = value("offline", "reward"), value("online", "reward")
+        rows = [[f"{loss.upper()}, {task}, {len(own.seeds)} seeds", "lr, k", "reward", "greedy", "of the gap",
+                 "KL to the base, nats", "online's reward there", "length", "distinct pairs", "seconds, drawing"]]
+        base = (spread(value("offline", what, 0), digits) for what, digits in (("reward", 3), ("greedy", 3)))
+        rows.append(["the base", "", *base, "", "0", "", f"{value('offline', 'length', 0).mean():.1f}",
+                     f"{value('offline', 'distinct', 0).mean():.2f}", ""])
+        for name in flags:
+            share = show_share(closed(offline, value(name, "reward"), online))
+            there = np.array([at_kl(run, kl) for run, kl in zip(own.each(flags["online"]), value(name, "kl"))])
+            seconds = f"{value(name, 'seconds').mean():.0f}, {value(name, 'drawing').mean():.0f}"
+            devices = {run["device"] for run in own.each(flags[name])}
+            rows.append([name, f"{float(tuned[name][0]):g}" + f", {tuned[name][1]}" * ("k" in variants[name][0]),
+                         spread(value(name, "reward")), spread(value(name, "greedy")),
+                         share if name not in ("offline", "online") else "", spread(value(name, "kl"), 1),
+                         spread(there) if name != "online" else "", f"{value(name, 'length').mean():.1f}",
+                         f"{value(name, 'distinct').mean():.2f}", seconds if len(devices) == 1 else "on two devices"])
+        text.append(markdown(rows))
+        curves[task, loss] = {name: own.each(flags[name]) for name in flags}
+        verdicts += real_verdicts(f"{loss.upper()}, {task}", value, own, flags)
+        for name in flags:
+            sample = own.each(flags[name])[0].get("samples", {})
+            said = "; ".join(f"{place} {one['reward']:.2f}: \"{printable(one['completion'])}\""
+                             for place, one in sample.items() if place in ("worst", "median", "best"))
+            samples.append(f"- {loss.upper()}, {task}, {name}: {said}")
+    return [*text, *verdicts, "What the final models write to held-out prompts (the first seed):", *samples], curves
+
+
+def real_verdicts(title: str, value: Callable[..., np.ndarray], own: Runs, flags: dict[str, str]) -> list[str]:
+    """What a task and a loss say of the paper's claims."""
+    offline, online, few = value("offline", "reward"), value("online", "reward"), len(own.seeds) < 2
+    gap, verdicts = online - offline, []
+    verdicts.append(holds(np.mean(gap) - half(gap) > 0, f"{title}: online ends above offline: {spread(gap, sign='+')}, "
+                          "paired", few or np.mean(gap) + half(gap) > 0))
+    for name in (PAPERS, BOTH):
+        more, share = value(name, "reward") - offline, closed(offline, value(name, "reward"), online)
+        verdicts.append(holds(np.mean(more) - half(more) > 0, f"{title}: {name} does better than offline: "
+                              f"{spread(more, sign='+')}, paired; {show_share(share)} of the gap",
+                              few or np.mean(more) + half(more) > 0))
+        there = np.array([at_kl(run, kl) for run, kl in zip(own.each(flags["online"]), value(name, "kl"))])
+        ahead = value(name, "reward") - there
+        verdicts.append(holds(np.mean(ahead) + half(ahead) >= 0, f"{title}: {name} gains as much as online at the same "
+                              f"distance from the base: {spread(ahead, sign='+')}, paired, at "
+                              f"{spread(value(name, 'kl'), 1)} nats", few))
+    for name in [name for name in flags if name.startswith(f"{SPARSELY}, ")]:
+        against = value(name, "reward") - online
+        on_one = [a["device"] == b["device"] for a, b in zip(own.each(flags["online"]), own.each(flags[name]))]
+        ratio = (value("online", "seconds") / value(name, "seconds"))[on_one]
+        ratio = f"{spread(ratio, 2)} times as long ({len(ratio)} seeds on one device)" if len(ratio) else "not compared"
+        verdicts.append(holds(np.mean(against) + half(against) >= 0, f"{title}: {name} does as well as online: "
+                              f"{spread(against, sign='+')}, paired; seconds, every step: {ratio}", few))
+    return verdicts
+
+
+def picture_real(curves: dict, path: Path, against: str) -> None:
+    """Held-out reward against `kl` or `seconds`: a panel for each task and loss, a line for each variant from step 0
+    on, which ends in a dot, and a thin one for each seed."""
+    columns = 2 if len(curves) % 2 == 0 else 1
+    figure, axes = new_figure(0.8 + 2.3 * len(curves) / columns, len(curves) // columns, columns)
+    names, lines = list(real_variants("grpo")), {}
+    for ((task, loss), variants), axis in zip(curves.items(), axes):
+        for name, runs in variants.items():
+            i = names.index(name)
+            points = np.array([[(run[f"{against} {step}"], run[f"reward {step}"]) for step in REAL_STEPS]
+                               for run in runs])  # (seeds, steps, 2)
+            style = dict(color=OKABE_ITO[i % 7], linestyle="--" if name.startswith(SPARSELY) else "-")
+            for seed in points if len(points) > 1 else []:
+                axis.plot(*seed.T, linewidth=0.5, alpha=0.4, **style)
+            lines[name], = axis.plot(*points.mean(0).T, linewidth=1.8, marker="o", markersize=4, markevery=[-1],
+                                     **style)
+        axis.set_title(f"{loss.upper()}, {task}: held-out reward", loc="left")
+        axis.set_xlabel("KL to the base, nats per completion" if against == "kl" else "seconds, without evaluations")
+    save(figure, path, lines)
+
+
+def reproduce_real(flags: Reproduce) -> None:
+    """Tune, train and report, with every run kept in a file of results."""
+    out, started = new_file(flags.out, (".md",), "real.md"), time.perf_counter()
+    results = Path(flags.results or "evals/real.jsonl")
+    results.parent.mkdir(parents=True, exist_ok=True)
+    known = read_results(results)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
+    losses, tasks = (flags.losses, tuple(TASKS)) if not flags.quick else (("grpo",), ("sentiment",))
+    runs = Runs(list(range(1, 1 + (flags.seeds or (1 if flags.quick else 3)))), known)
+    runs.quick = flags.quick
+    home = Path("evals", results.stem)  # of the offline data, which each seed draws once
+    home.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(flags.jobs or os.cpu_count(), context, start_worker) as pool:
+        try:
+            while True:
+                text, curves = real(runs, losses, tasks)
+                missing = [run for run in runs.wanted if run not in known and flags.train]
+                if not missing:
+                    break
+                # Seed by seed, and what takes longest first.
+                missing.sort(key=lambda run: (int(run.split("--seed ")[1]), ONLINE not in run, "grpo" not in run))
+                bases = sorted({(run.split()[0], int(run.split("--seed ")[1])) for run in missing})
+                for done in [pool.submit(draw_base, *base, flags.real, home) for base in bases]:
+                    done.result()
+                asked = [pool.submit(train_real, run, flags.real, home) for run in missing]
+                for done in tqdm(as_completed(asked), total=len(asked), unit="run", disable=False):
+                    known[done.result()["flags"]] = done.result()
+                    replace(results, json_lines(known.values()))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    command = f"python eval.py reproduce --real {flags.real}" + " --quick" * flags.quick
+    text.insert(0, f"# humanline on a real language model\n\n`{command}`: {len(runs.wanted.keys() & known)} runs of "
+                f"{REAL_STEPS[-1]} steps. Mean ± half of the 95 % interval over seeds; a seed is the offline data and "
+                "the run, and differences are paired by seed.")
+    write(out, "\n\n".join(text).replace("\n\n- ", "\n- ") + "\n")
+    print("\n\n".join(text))
+    print(f"\nreport: {out}, after {(time.perf_counter() - started) / 60:.1f} minutes; the runs are in {results}")
+    if curves:
+        picture_real(curves, out.with_suffix(".png"), "kl")
+        picture_real({key: curve for key, curve in curves.items() if key[1] == "grpo"},
+                     out.with_name(f"{out.stem}-seconds.png"), "seconds")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -79,6 +79,16 @@ def json_keys(prompts: list, completions: list[str], rows: list[dict]) -> list[f
     return [float(has_keys(text, row.get("keys") or ["name", "color"])) for text, row in zip(completions, rows)]
 
 
+def checked(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
+    """What the row's `check` asks for: "question" is ends_with_question, "json" is json_keys.
+
+    >>> checked([], ["Why?", "Why?"], [{"check": "question"}, {"check": "json"}])
+    [1.0, 0.0]
+    """
+    checks = dict(question=ends_with_question, json=json_keys)
+    return [checks[row["check"]]([], [text], [row])[0] for text, row in zip(completions, rows)]
+
+
 def length_near(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
     """1 at the row's `length` in words, by default 20; a word more or less costs one part of that, and 0 is the least.
 

@@ -114,6 +114,16 @@ def measured(command: list[str], environment: dict[str, str]) -> tuple[str, int]
     return output, usage.ru_maxrss >> 10
 
 
+ON_GPU = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import humanline, torch
+status = humanline.main(sys.argv[2:])
+print(torch.cuda.max_memory_allocated() >> 20)
+sys.exit(status)
+"""
+
+
 def ours(folder: Path, load: Workload, loss: str, more: str = "", threads: int | None = None, ranks: int = 1) -> dict:
     """Steps of humanline.py: seconds each, peak MiB."""
     with tempfile.TemporaryDirectory() as out:
@@ -126,8 +136,10 @@ def ours(folder: Path, load: Workload, loss: str, more: str = "", threads: int |
             flags += f" --reward {folder}/reward.py:reward"
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         start = [sys.executable] + (torchrun if ranks > 1 else [])
+        start += ["-c", ON_GPU, str(ROOT)] if load is GPU else [str(ROOT / "humanline.py")]
         environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        output, peak = measured([*start, str(ROOT / "humanline.py"), *flags.split(), *more.split()], environment)
+        output, peak = measured([*start, *flags.split(), *more.split()], environment)
+        peak = int(output.splitlines()[-1]) if load is GPU else peak
         lines = [json.loads(line) for line in Path(out, "run", "metrics.jsonl").read_text().splitlines()]
     return dict(seconds=[line["step_seconds"] for line in lines[WARMUP:]], peak=peak, first=lines[0]["step_seconds"],
                 tokens=[line["tokens"] for line in lines[WARMUP:]])
@@ -237,6 +249,7 @@ def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: 
         ours_mib, theirs_mib = middle(us, "peak"), middle(them, "peak") if them else math.nan
         memory = [f"{theirs_mib:.0f}", f"{ours_mib / theirs_mib:.2f}"] if them else ["–", "–"]
         rows.append([loss.upper(), f"{middle(us):.3f} s", *other, f"{ours_mib:.0f}", *memory, share])
+        print(*rows[-1], sep=", ", file=sys.stderr, flush=True)  # the table comes minutes later
     table(rows)
 
 
