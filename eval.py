@@ -2378,7 +2378,8 @@ def reproduce_real(flags: Reproduce) -> None:
                     break
                 # Seed by seed, and what takes longest first.
                 missing.sort(key=lambda run: (int(run.split("--seed ")[1]), ONLINE not in run, "grpo" not in run))
-                bases = sorted({(run.split()[0], int(run.split("--seed ")[1])) for run in missing})
+                offline = [run for run in missing if "--sample-every" not in run]
+                bases = sorted({(run.split()[0], int(run.split("--seed ")[1])) for run in offline})
                 for done in [pool.submit(draw_base, *base, flags.real, home) for base in bases]:
                     done.result()
                 asked = [pool.submit(train_real, run, flags.real, home) for run in missing]
