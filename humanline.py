@@ -196,6 +196,8 @@ class Config:
     token, and the prompt. --data reads the file back, with the tokens as they were sampled."""
     track: Literal["tensorboard", "wandb"] | None = None  # Send the metrics there, too. Both need tensorboard.
     config: str | None = None  # A .toml file of these settings; flags override it.
+    untyped: tyro.conf.Suppress[tuple[str, ...]] = dataclasses.field(default=(), compare=False)
+    """The settings that neither a flag nor a file has set."""
 
 # ---------- Perception ------------------------------------------------------------------------------------------------
 # How the token log-ratio d_t = log π_θ(y_t | x, y_<t) - log π_ref(y_t | x, y_<t) looks to a person.
@@ -2450,7 +2452,7 @@ def find_checkpoint(config: Config) -> Path | None:
 
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
 FREE_ON_RESUME = ("steps out save_every keep resume config on_collapse eval_data eval_every eval_prompts eval_samples "
-                  "eval_greedy eval_temperature eval_top_p microbatch_tokens share_prompts compile shard "
+                  "eval_greedy eval_temperature eval_top_p microbatch_tokens share_prompts compile shard untyped "
                   "checkpoint_activations track rollouts").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
@@ -2600,6 +2602,7 @@ def parse_config(argv: list[str]) -> Config:
                     setattr(config, part, getattr(typed, part))
         if typed.sync_drift is not None and typed.sync_k is None:  # a drift, if typed, replaces the file's k
             config.sync_k = None
+    config.untyped = tuple(name for name, value in vars(Config()).items() if getattr(config, name) == value)
     require(config.loss in LOSSES, f"--loss {config.loss}: {suggest(config.loss, LOSSES)}")
     loss, defaults = LOSSES[config.loss], DEFAULTS | LOSSES[config.loss].defaults
     if source_name(config.model) == "embedded":
@@ -2636,7 +2639,7 @@ def read_config(path: str) -> Config:
     """The settings of a TOML file: its keys are the flags' names, checked as if they had been typed."""
     with explained(f"--config {path}", "name a file of settings that is valid TOML"):
         table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    names, args = {field.name for field in dataclasses.fields(Config)} - {"config"}, []
+    names, args = {field.name for field in dataclasses.fields(Config)} - {"config", "untyped"}, []
     for key, value in table.items():
         name = key.replace("-", "_")
         require(name in names, f"{path}: unknown key '{key}'; {suggest(name, names)}")
@@ -2692,12 +2695,14 @@ def check_config(config: Config) -> None:
     require(config.resume != "latest" or config.out, "--resume latest looks in the run's folder; name it with --out")
 
 def to_toml(config: Config) -> str:
-    """Every setting as TOML that --config reads back; where the run lies is left to the next one."""
-    lines = ["# python humanline.py --config THIS_FILE repeats the run.\n"]
+    """What was set, as TOML that --config reads back, and as comments what the defaults came to: with another model or
+    loss they may come to something else. Where the run lies is left to the next one."""
+    lines = ["# python humanline.py --config THIS_FILE repeats the run. Behind a # stand defaults.\n"]
     for name, value in vars(config).items():
-        if value is not None and name not in ("out", "config", "resume"):
+        if value is not None and name not in ("out", "config", "resume", "untyped"):
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-            lines.append(f"{name} = {text}\n")
+            is_default = name in config.untyped and name not in ("loss", "model", "data", "seed")
+            lines.append(f"{'# ' * is_default}{name} = {text}\n")
     return "".join(lines)
 
 def in_words(config: Config) -> dict[str, str]:

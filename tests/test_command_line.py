@@ -76,6 +76,19 @@ def test_every_setting_survives_the_runs_config_file(tmp_path):
     assert humanline.parse_config(["--config", str(file)]) == dataclasses.replace(config, config=str(file))
 
 
+def test_the_runs_config_file_holds_what_was_typed_so_that_another_model_or_loss_has_its_own_defaults(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(humanline.to_toml(parse("--lr 3e-4 --stale drop")))
+    other = parse(f"--config {file} --model some/model --data some/data")
+    plain = parse("--model some/model --data some/data --lr 3e-4 --stale drop")
+    assert dataclasses.replace(other, config=None) == plain
+    assert parse(f"--config {file} --loss kto").batch_size == 256 != parse("").batch_size
+    assert "\n# batch_size = 32\n" in file.read_text() and "\nlr = 0.0003\n" in file.read_text()
+    file.write_text("untyped = 3\n")
+    with pytest.raises(humanline.UserError, match="unknown key 'untyped'"):
+        parse(f"--config {file}")
+
+
 def test_the_runs_config_file_repeats_the_run(run, tmp_path):
     first = run("--loss kto --sync-k 2 --desirable-weight 1.1")
     again = tmp_path / "again"
@@ -91,7 +104,7 @@ def test_every_flag_has_a_help_text_and_design_names_are_there():
         assert f"--{flag}" in text, flag
     squeezed = re.sub(r"[│\s]", "", text)
     source = inspect.getsource(Config)
-    for field in dataclasses.fields(Config):
+    for field in (field for field in dataclasses.fields(Config) if field.name != "untyped"):
         beside = rf"\n    {field.name}: [^\n]*  # (?P<beside>\S[^\n]*\.)\n"
         below = rf"\n    {field.name}: [^\n#]*\n    \"\"\"(?P<below>[^\"]*)\"\"\"\n"
         stands = re.search(rf"{beside}|{below}", source)
