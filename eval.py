@@ -1996,6 +1996,8 @@ def reproduce(flags: Reproduce) -> None:
     """Train what the experiments need, some at a time, and write the report."""
     if flags.real:
         return reproduce_real(flags)
+    if flags.losses != Reproduce.losses:
+        raise UserError("--losses: only --real asks for it; leave it out")
     out, start = new_file(flags.out, (".md",), "reproduce.md"), time.perf_counter()
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
     experiments, chosen = EXPERIMENTS | {"tuning": tuning}, flags.only or (QUICK if flags.quick else tuple(EXPERIMENTS))
@@ -2165,7 +2167,8 @@ def real_tuned(runs: Runs, loss: str, variant: str) -> tuple[str, str] | None:
 @functools.cache
 def base_sampler(model: str) -> Sampler:
     """The model as it was before any training, to take the KL to; one for all runs of a process."""
-    return load(model, humanline.parse_config(["--model", model, "--data", "embedded", *real_machine()]), scored=False)
+    flags = ["--model", model, "--data", "embedded", "--max-new-tokens", "32", *real_machine()]
+    return load(model, humanline.parse_config(flags), scored=False)
 
 
 def real_machine() -> list[str]:
@@ -2356,38 +2359,47 @@ def picture_real(curves: dict, path: Path, against: str) -> None:
     save(figure, path, lines)
 
 
+def train_all_real(missing: list[str], model: str, home: Path, jobs: int | None, keep: Callable[[dict], None]) -> None:
+    """`keep` what came out of each of the missing runs, each on one thread."""
+    seed = lambda run: int(run.split("--seed ")[1])
+    missing = sorted(missing, key=lambda run: (seed(run), ONLINE not in run, "grpo" not in run))  # the longest first
+    bases = sorted({(run.split()[0], seed(run)) for run in missing if "--sample-every" not in run})
+    pool = ProcessPoolExecutor(jobs or os.cpu_count(), multiprocessing.get_context("spawn"), start_worker)
+    try:
+        for done in [pool.submit(draw_base, *base, model, home) for base in bases]:
+            done.result()
+        asked = [pool.submit(train_real, run, model, home) for run in missing]
+        for done in tqdm(as_completed(asked), total=len(asked), unit="run", disable=False):
+            keep(done.result())
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def reproduce_real(flags: Reproduce) -> None:
     """Tune, train and report, with every run kept in a file of results."""
+    if flags.only:
+        raise UserError("--only names experiments on the embedded model; leave it out with --real")
+    run_folder(flags.real, "--real")
     out, started = new_file(flags.out, (".md",), "real.md"), time.perf_counter()
-    results = Path(flags.results or "evals/real.jsonl")
-    results.parent.mkdir(parents=True, exist_ok=True)
-    known = read_results(results)
+    results = new_file(flags.results or "evals/real.jsonl", (".jsonl",), flag="--results")
+    known, home = read_results(results), Path("evals", results.stem)  # home: of the offline data
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
     losses, tasks = (flags.losses, tuple(TASKS)) if not flags.quick else (("grpo",), ("sentiment",))
     runs = Runs(list(range(1, 1 + (flags.seeds or (1 if flags.quick else 3)))), known)
     runs.quick = flags.quick
-    home = Path("evals", results.stem)  # of the offline data, which each seed draws once
-    home.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(flags.jobs or os.cpu_count(), context, start_worker) as pool:
-        try:
-            while True:
-                text, curves = real(runs, losses, tasks)
-                missing = [run for run in runs.wanted if run not in known and flags.train]
-                if not missing:
-                    break
-                # Seed by seed, and what takes longest first.
-                missing.sort(key=lambda run: (int(run.split("--seed ")[1]), ONLINE not in run, "grpo" not in run))
-                offline = [run for run in missing if "--sample-every" not in run]
-                bases = sorted({(run.split()[0], int(run.split("--seed ")[1])) for run in offline})
-                for done in [pool.submit(draw_base, *base, flags.real, home) for base in bases]:
-                    done.result()
-                asked = [pool.submit(train_real, run, flags.real, home) for run in missing]
-                for done in tqdm(as_completed(asked), total=len(asked), unit="run", disable=False):
-                    known[done.result()["flags"]] = done.result()
-                    replace(results, json_lines(known.values()))
-        finally:
-            pool.shutdown(cancel_futures=True)
+
+    def keep(outcome: dict) -> None:
+        known[outcome["flags"]] = outcome
+        replace(results, json_lines(known.values()))
+
+    while True:  # what the tuning finds says which runs come next
+        text, curves = real(runs, losses, tasks)
+        missing = [run for run in runs.wanted if run not in known and flags.train]
+        if not missing:
+            break
+        for folder in (home, results.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        train_all_real(missing, flags.real, home, flags.jobs, keep)
     command = f"python eval.py reproduce --real {flags.real}" + " --quick" * flags.quick
     text.insert(0, f"# humanline on a real language model\n\n`{command}`: {len(runs.wanted.keys() & known)} runs of "
                 f"{REAL_STEPS[-1]} steps. Mean ± half of the 95 % interval over seeds; a seed is the offline data and "

@@ -555,6 +555,11 @@ def other_vocabulary(tiny, tmp_path):
     ("reproduce --only stale --results prompts.jsonl", "--results prompts.jsonl: 'flags'"),
     ("reproduce --seeds 0", "--seeds is 0; it must lie from 1 to 1,000,000"),
     ("reproduce --jobs -1", "--jobs is -1; it must lie from 1 to 1,000,000"),
+    ("reproduce --losses grpo", "--losses: only --real asks for it"),
+    ("reproduce --real TINY --only gap", "--only names experiments on the embedded model"),
+    ("reproduce --real runs/none", "--real runs/none: no such run or model"),
+    ("reproduce --real TINY --results results.md", "--results results.md: it must end in .jsonl"),
+    ("reproduce --real TINY --losses ppo", "invalid choice"),
 ])
 def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other_vocabulary, judges, tmp_path,
                                                  monkeypatch, capsys):
@@ -784,6 +789,86 @@ def test_what_is_trained_is_added_to_the_results(ask, tiny, data_files, tmp_path
     monkeypatch.setattr(evaluation, "train_all", lambda wanted, *more: trained.extend(wanted) or start(wanted, *more))
     ask(f"{command} 2")
     assert trained == [f"{flags} --seed 2"] and read_lines(tmp_path / "results.jsonl")[:1] == one
+
+
+def pretended_real(losses=("grpo", "kto"), tasks=("sentiment", "checked"), seeds=(1, 2, 3), quick=False, **tops):
+    """The report of `reproduce --real` on made-up runs, whose last reward is planted by variant; and how its runs were
+    asked for, a list for each turn."""
+    known, turns = {}, []
+    runs = evaluation.Runs([*seeds], known)
+    runs.quick = quick
+    while True:
+        text, curves = evaluation.real(runs, losses, tasks)
+        missing = [flags for flags in runs.wanted if flags not in known]
+        if not missing:
+            return text, curves, turns
+        turns.append(missing)
+        for flags in missing:
+            kind = "online" if "--sample-every 1 " in flags else "offline" if "--no-humanline" in flags else "humanline"
+            seed = int(flags.split()[-1])
+            luck = {"2e-5": 0.0, "1e-5": -0.2, "4e-5": -0.1}[flags.split("--lr ")[1].split()[0]] + seed % 5 / 1000
+            luck -= 0.05 * ("--sync-k 4 " not in flags and kind == "humanline")
+            run = dict(flags=flags, device="CPU", samples=dict(best=dict(reward=1.0, completion="two\nlines")))
+            for step in evaluation.REAL_STEPS:
+                share = step / evaluation.REAL_STEPS[-1]
+                reward = 0.2 + share * (tops.get(kind, 0.5) + luck - 0.2)
+                line = dict(reward=reward, greedy=reward, kl=20 * share, length=20, distinct=0.9)
+                line |= dict(seconds=step, drawing=0)
+                run |= {f"{name} {step}": value for name, value in line.items()}
+            known[flags] = run
+
+
+def test_the_real_experiment_tunes_first_and_then_compares_what_the_tuning_chose():
+    text, curves, (rates, ks, reported) = pretended_real(losses=("kto",), offline=0.3, humanline=0.8, online=0.9)
+    assert all(flags.endswith("--seed 101") for flags in rates + ks)
+    assert not any("--seed 101" in flags for flags in reported)
+    assert len(rates) == 2 * 4 * 3 and len(ks) == 2 * 2 * 2 and len(reported) == 2 * 4 * 3  # tasks, variants, rates or ks
+    assert all("--lr 2e-5" in flags for flags in ks + reported)
+    assert all("--sync-k 4 " in flags for flags in reported if "--no-humanline" not in flags)
+    assert set(curves) == {("sentiment", "kto"), ("checked", "kto")}
+    report = "\n".join(text)
+    assert "| offline + humanline | 2e-05, 4 | 0.802 ± 0.002 | 0.802 ± 0.002 | 83% [83%, 83%] |" in report
+    assert "- **holds**: KTO, checked: online ends above offline: +0.600 ± 0.000, paired" in report
+    assert "offline + humanline gains as much as online at the same distance from the base: -0.100" in report
+    assert 'best 1.00: "two' in report
+
+
+def test_the_real_experiment_says_what_does_not_hold():
+    text, _, _ = pretended_real(losses=("kto",), offline=0.6, humanline=0.5, online=0.9)
+    report = "\n".join(text)
+    assert "- **does not hold**: KTO, checked: offline + humanline does better than offline: -0.100" in report
+    assert "- **does not hold**: KTO, checked: offline + humanline gains as much as online at the same distance" in report
+
+
+def test_the_quick_real_experiment_is_four_runs_with_the_settings_that_are_known():
+    text, curves, (runs,) = pretended_real(losses=("grpo",), tasks=("sentiment",), seeds=(1,), quick=True)
+    assert [flags.split("--seed ")[1] for flags in runs] == ["1"] * 4 and "not decided" in "\n".join(text)
+
+
+def test_the_real_experiment_is_drawn(tmp_path):
+    _, curves, _ = pretended_real()
+    for against in ("kl", "seconds"):
+        evaluation.picture_real(curves, tmp_path / f"{against}.png", against)
+        assert (tmp_path / f"{against}.png").stat().st_size > 10_000
+
+
+def test_a_real_run_is_measured_and_its_distance_from_the_base_is_that_of_its_log_probs(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "REAL_STEPS", (0, 1, 2))
+    short = [dict(prompt=f"Ask {i}", check="question") for i in range(12)]  # the tiny model has 64 positions
+    write_jsonl(tmp_path / "short.jsonl", short)
+    monkeypatch.setattr(evaluation, "real_rows", lambda task, held_out=False: str(tmp_path / "short.jsonl"))
+    evaluation.draw_base("checked", 1, tiny, tmp_path)
+    lines = read_lines(tmp_path / "checked-1.jsonl")
+    assert len(lines) == 12 * 8 and {"check", "tokens", "logps", "reward"} <= lines[0].keys()
+    for line in lines[::3]:  # the tiny model never earns one
+        line["reward"] = 1.0
+    write_jsonl(tmp_path / "checked-1.jsonl", lines)
+    flags = "checked --loss grpo --batch-size 4 --no-humanline --lr 3e-2 --seed 1"
+    outcome = evaluation.train_real(flags, tiny, tmp_path)
+    assert outcome["kl 0"] == pytest.approx(0, abs=1e-3) and outcome["kl 2"] > outcome["kl 1"] > 0.01
+    assert {f"{name} {step}" for name in ("reward", "greedy", "length", "entropy", "distinct", "seconds")
+            for step in (0, 1, 2)} <= outcome.keys()
+    assert outcome["seconds 2"] > outcome["seconds 1"] > 0 == outcome["drawing 2"] and len(outcome["samples"]) == 5
 
 
 def test_exact_pass_is_what_samples_tend_to(tiny, data_files):

@@ -162,6 +162,17 @@ def test_topics_are_plain_prompts_and_the_held_out_ones_are_others():
     assert not any(row["topic"][0] in "aeiou" for row in both)  # "a" fits
 
 
+def test_the_checked_rows_ask_for_one_of_two_things_about_the_same_topics():
+    for name, other in (("checks", "topics"), ("checks-test", "topics-test")):
+        rows, topics = ([json.loads(line) for line in open(ROOT / "configs" / f"{file}.jsonl", encoding="utf-8")]
+                        for file in (name, other))
+        assert [row["topic"] for row in rows] == [row["topic"] for row in topics]
+        assert [row["check"] for row in rows] == ["question", "json"] * (len(rows) // 2)
+        assert all(("question" in row["prompt"]) == (row["check"] == "question") for row in rows)
+    assert reward("checked", "Why?", rows[0]) == 1 and reward("checked", "Why?", rows[1]) == 0
+    assert reward("checked", '{"name": "a", "color": "b"}', rows[1]) == 1
+
+
 # The answer inside the format, as the MATH configs want it.
 
 @pytest.mark.parametrize("completion, answer", [
