@@ -2261,6 +2261,8 @@ def at_kl(run: dict, kl: float) -> float:
     """The reward of a run where it had come `kl` nats away from its base; between measurements it is taken to rise
     evenly, and a run that never came so far has its last."""
     points = [(run[f"kl {step}"], run[f"reward {step}"]) for step in REAL_STEPS if f"kl {step}" in run]
+    if math.isnan(kl):
+        return math.nan
     for (near, low), (far, high) in itertools.pairwise(points):
         if near <= kl <= far:
             return low + (high - low) * (kl - near) / max(far - near, 1e-9)
@@ -2279,62 +2281,78 @@ def real(runs: Runs, losses: Iterable[str], tasks: Iterable[str]) -> tuple[list[
             text.append(f"{loss.upper()}, {task}: the tuning is not finished.")
             continue
         flags = {name: real_flags(task, loss, switches, *tuned[name]) for name, (switches, _) in variants.items()}
-        there = [all(f"reward {last}" in run for run in seeds) for seeds in zip(*map(runs.each, flags.values()))]
-        own = Runs([seed for seed, is_there in zip(runs.seeds, there) if is_there], runs.known, runs.wanted)
-        if not own.seeds:
-            text.append(f"{loss.upper()}, {task}: no seed is finished.")
-            continue
-        value = lambda name, what, step=last: own(flags[name], f"{what} {step}")
-        offline, online = value("offline", "reward"), value("online", "reward")
-        rows = [[f"{loss.upper()}, {task}, {len(own.seeds)} seeds", "lr, k", "reward", "greedy", "of the gap",
-                 "KL to the base, nats", "online's reward there", "length", "distinct pairs", "seconds, drawing"]]
-        base = (spread(value("offline", what, 0), digits) for what, digits in (("reward", 3), ("greedy", 3)))
-        rows.append(["the base", "", *base, "", "0", "", f"{value('offline', 'length', 0).mean():.1f}",
-                     f"{value('offline', 'distinct', 0).mean():.2f}", ""])
-        for name in flags:
-            share = show_share(closed(offline, value(name, "reward"), online))
-            there = np.array([at_kl(run, kl) for run, kl in zip(own.each(flags["online"]), value(name, "kl"))])
-            seconds = f"{value(name, 'seconds').mean():.0f}, {value(name, 'drawing').mean():.0f}"
-            devices = {run["device"] for run in own.each(flags[name])}
-            rows.append([name, f"{float(tuned[name][0]):g}" + f", {tuned[name][1]}" * ("k" in variants[name][0]),
-                         spread(value(name, "reward")), spread(value(name, "greedy")),
-                         share if name not in ("offline", "online") else "", spread(value(name, "kl"), 1),
-                         spread(there) if name != "online" else "", f"{value(name, 'length').mean():.1f}",
-                         f"{value(name, 'distinct').mean():.2f}", seconds if len(devices) == 1 else "on two devices"])
+        value = lambda name, what, step=last: runs(flags[name], f"{what} {step}")
+        there = {name: [run for run in runs.each(flags[name]) if f"reward {last}" in run] for name in flags}
+        rows = [[f"{loss.upper()}, {task}", "seeds", "lr, k", "reward", "greedy", "of the gap", "KL to the base, nats",
+                 "online's reward there", "length", "distinct pairs", "seconds, drawing"]]
+        base = [f"{mean_of(value('offline', what, 0)):.3f}" for what in ("reward", "greedy")]
+        rows.append(["the base", "", "", *base, "", "0", "", f"{mean_of(value('offline', 'length', 0)):.1f}",
+                     f"{mean_of(value('offline', 'distinct', 0)):.2f}", ""])
+        for name in [name for name in flags if there[name]]:
+            of_three = common(value("offline", "reward"), value(name, "reward"), value("online", "reward"))
+            share = show_share(closed(*of_three)) if len(of_three[0]) and name not in ("offline", "online") else ""
+            rewards, = common(online_at(runs, flags["online"], value(name, "kl")))
+            devices = {run["device"] for run in there[name]}
+            seconds = "{:.0f}, {:.0f}".format(*(mean_of(value(name, what)) for what in ("seconds", "drawing")))
+            rows.append([name, f"{len(there[name])}", f"{tuned[name][0]}, {tuned[name][1]}".removesuffix(", 0"),
+                         *(spread(*common(value(name, what))) for what in ("reward", "greedy")), share,
+                         spread(*common(value(name, "kl")), 1), spread(rewards) if len(rewards) else "",
+                         f"{mean_of(value(name, 'length')):.1f}", f"{mean_of(value(name, 'distinct')):.2f}",
+                         seconds if len(devices) == 1 else "on two devices"])
         text.append(markdown(rows))
-        curves[task, loss] = {name: own.each(flags[name]) for name in flags}
-        verdicts += real_verdicts(f"{loss.upper()}, {task}", value, own, flags)
-        for name in flags:
-            sample = own.each(flags[name])[0].get("samples", {})
+        curves[task, loss] = there
+        verdicts += real_verdicts(f"{loss.upper()}, {task}", value, runs, flags)
+        for name, finished in there.items():
             said = "; ".join(f"{place} {one['reward']:.2f}: \"{printable(one['completion'])}\""
-                             for place, one in sample.items() if place in ("worst", "median", "best"))
-            samples.append(f"- {loss.upper()}, {task}, {name}: {said}")
+                             for run in finished[:1] for place, one in run["samples"].items()
+                             if place in ("worst", "median", "best"))
+            samples += [f"- {loss.upper()}, {task}, {name}: {said}"] if said else []
     return [*text, *verdicts, "What the final models write to held-out prompts (the first seed):", *samples], curves
 
 
-def real_verdicts(title: str, value: Callable[..., np.ndarray], own: Runs, flags: dict[str, str]) -> list[str]:
-    """What a task and a loss say of the paper's claims."""
-    offline, online, few = value("offline", "reward"), value("online", "reward"), len(own.seeds) < 2
-    gap, verdicts = online - offline, []
-    verdicts.append(holds(np.mean(gap) - half(gap) > 0, f"{title}: online ends above offline: {spread(gap, sign='+')}, "
-                          "paired", few or np.mean(gap) + half(gap) > 0))
+def common(*values: np.ndarray) -> list[np.ndarray]:
+    """The same seeds of each: those of which all have a value."""
+    there = ~np.isnan(np.stack(values)).any(0)
+    return [value[there] for value in values]
+
+
+def mean_of(values: np.ndarray) -> float:
+    """Over the seeds that have a value."""
+    return float(np.mean(*common(values))) if not np.isnan(values).all() else math.nan
+
+
+def online_at(runs: Runs, online: str, kl: np.ndarray) -> np.ndarray:
+    """The reward of each seed's online run where it had come as far from the base as `kl` says."""
+    return np.array([at_kl(run, one) for run, one in zip(runs.each(online), kl)])
+
+
+def real_verdicts(title: str, value: Callable[..., np.ndarray], runs: Runs, flags: dict[str, str]) -> list[str]:
+    """What a task and a loss say of the paper's claims, as far as there are seeds with all that a claim compares."""
+    verdicts, offline, online = [], value("offline", "reward"), value("online", "reward")
+
+    def compare(ours: np.ndarray, theirs: np.ndarray, what: str, is_better: bool, more: str = "") -> None:
+        ours, theirs = common(ours, theirs)
+        if not len(ours):
+            return
+        ahead, few = ours - theirs, len(ours) < 2
+        low, high = np.mean(ahead) - half(ahead), np.mean(ahead) + half(ahead)
+        seeds = f"{len(ours)} seed{'s' * (len(ours) > 1)}"
+        verdicts.append(holds(low > 0 if is_better else high >= 0, f"{title}, {seeds}: {what}: "
+                              f"{spread(ahead, sign='+')}, paired{more}", few or (is_better and high > 0)))
+
+    compare(online, offline, "online ends above offline", True)
     for name in (PAPERS, BOTH):
-        more, share = value(name, "reward") - offline, closed(offline, value(name, "reward"), online)
-        verdicts.append(holds(np.mean(more) - half(more) > 0, f"{title}: {name} does better than offline: "
-                              f"{spread(more, sign='+')}, paired; {show_share(share)} of the gap",
-                              few or np.mean(more) + half(more) > 0))
-        there = np.array([at_kl(run, kl) for run, kl in zip(own.each(flags["online"]), value(name, "kl"))])
-        ahead = value(name, "reward") - there
-        verdicts.append(holds(np.mean(ahead) + half(ahead) >= 0, f"{title}: {name} gains as much as online at the same "
-                              f"distance from the base: {spread(ahead, sign='+')}, paired, at "
-                              f"{spread(value(name, 'kl'), 1)} nats", few))
+        of_three = common(offline, value(name, "reward"), online)
+        share = f"; {show_share(closed(*of_three))} of the gap" if len(of_three[0]) else ""
+        compare(value(name, "reward"), offline, f"{name} does better than offline", True, share)
+        there = online_at(runs, flags["online"], value(name, "kl"))
+        compare(value(name, "reward"), there, f"{name} gains as much as online at the same distance from the base", False)
     for name in [name for name in flags if name.startswith(f"{SPARSELY}, ")]:
-        against = value(name, "reward") - online
-        on_one = [a["device"] == b["device"] for a, b in zip(own.each(flags["online"]), own.each(flags[name]))]
-        ratio = (value("online", "seconds") / value(name, "seconds"))[on_one]
-        ratio = f"{spread(ratio, 2)} times as long ({len(ratio)} seeds on one device)" if len(ratio) else "not compared"
-        verdicts.append(holds(np.mean(against) + half(against) >= 0, f"{title}: {name} does as well as online: "
-                              f"{spread(against, sign='+')}, paired; seconds, every step: {ratio}", few))
+        on_one = [a.get("device") == b.get("device") for a, b in zip(runs.each(flags["online"]), runs.each(flags[name]))]
+        ratio, = common(np.where(on_one, value("online", "seconds") / value(name, "seconds"), math.nan))
+        times = f"; every step takes {spread(ratio, 2)} times as long" if len(ratio) else ""
+        compare(value(name, "reward"), online, f"{name} does as well as online", False, times)
+        compare(value(name, "reward"), value(SPARSELY, "reward"), f"{name} does better than without", True)
     return verdicts
 
 
@@ -2346,6 +2364,8 @@ def picture_real(curves: dict, path: Path, against: str) -> None:
     names, lines = list(real_variants("grpo")), {}
     for ((task, loss), variants), axis in zip(curves.items(), axes):
         for name, runs in variants.items():
+            if not runs:
+                continue
             i = names.index(name)
             points = np.array([[(run[f"{against} {step}"], run[f"reward {step}"]) for step in REAL_STEPS]
                                for run in runs])  # (seeds, steps, 2)

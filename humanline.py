@@ -2580,6 +2580,9 @@ def main(argv: list[str] | None = None) -> int:
     except (FloatingPointError, MemoryError, OSError) as error:
         print(f"humanline.py: stopped: {error}", file=sys.stderr)
         status = 1
+    except KeyboardInterrupt:  # before the first step, or a second one
+        print("humanline.py: stopped at once; what was saved before stays", file=sys.stderr)
+        status = 130
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
