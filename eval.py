@@ -1675,6 +1675,7 @@ def long(runs: Runs) -> list[str]:
 STEPS = (*range(32, 257, 32),)  # when the runs of `stale` are measured
 LEARNED = 0.5  # pass@1 below which a base never got the idea of addition: 0.55 of the sums have no carry to forget
 PAPERS, BOTH, SPARSE = "offline + humanline", "offline + humanline, taper, prior", "every 64 steps"
+MEANS = "offline + humanline, taper of means, prior"
 
 
 def stale_variants(loss: str) -> dict[str, str]:
@@ -1685,7 +1686,8 @@ def stale_variants(loss: str) -> dict[str, str]:
     papers, both = form(k, "keep", 0), form(8, "taper", 1)
     switches = {"offline": NEVER, "online": f"{ONLINE} {NEVER}", PAPERS: papers}
     switches |= {f"{PAPERS}, k = 8": form(8, "keep", 0)} if loss == "grpo" else {}
-    switches |= {f"{PAPERS}, taper": form(8, "taper", 0), f"{PAPERS}, prior": form(8, "keep", 1), BOTH: both}
+    switches |= {f"{PAPERS}, taper": form(8, "taper", 0), f"{PAPERS}, prior": form(8, "keep", 1), BOTH: both,
+                 MEANS: form(8, "taper-mean", 1)}
     if loss == "grpo":
         switches |= {f"{PAPERS}, better completions alone, prior": form(8, "drop", 1)}
         switches |= {SPARSE: f"{drawn} {NEVER}", f"{SPARSE}, humanline": f"{drawn} {papers}",
@@ -1747,13 +1749,14 @@ def stale(runs: Runs) -> list[str]:
             claim = (f"{loss.upper()}, {name}, as in the paper, does at least as well as plain offline: "
                      f"{spread(more, sign='+')}, paired")
             verdicts.append(holds(np.mean(more) - half(more) >= 0, claim, not np.mean(more) + half(more) < 0))
-        more, share, fell = last(BOTH) - offline, closed(offline, last(BOTH), online), collapses(BOTH)
-        verdicts.append(holds(
-            np.mean(more) - half(more) > 0 and not fell and share[0] >= 0.7,
-            f"{loss.upper()}, with taper and prior humanline does better than plain offline, never collapses and "
-            f"closes most of the gap: {spread(more, sign='+')}, paired; {fell} of {len(own.seeds)} runs collapsed; "
-            f"{show_share(share)} (asked: 70%)",
-            undecided=not fell and not np.mean(more) + half(more) <= 0 and share[2] > 0.7))
+        for name, words in ((BOTH, "taper"), (MEANS, "a taper of means")):
+            more, share, fell = last(name) - offline, closed(offline, last(name), online), collapses(name)
+            verdicts.append(holds(
+                np.mean(more) - half(more) > 0 and not fell and share[0] >= 0.7,
+                f"{loss.upper()}, with {words} and prior humanline does better than plain offline, never collapses and "
+                f"closes most of the gap: {spread(more, sign='+')}, paired; {fell} of {len(own.seeds)} runs collapsed; "
+                f"{show_share(share)} (asked: 70%)",
+                undecided=not fell and not np.mean(more) + half(more) <= 0 and share[2] > 0.7))
         if loss == "grpo":
             form = f"{SPARSE}, humanline, taper, prior"
             against, every, sparsely = last(form) - online, flags["online"], flags[form]

@@ -116,10 +116,11 @@ class Config:
     beta_r: float = 1.0  # See --gamma-r.
 
     # What keeps a run from falling apart on data that others drew, or that it drew long ago. Not in the paper.
-    stale: Literal["taper", "keep", "drop"] | None = None
+    stale: Literal["taper", "taper-mean", "keep", "drop"] | None = None
     """taper: push a completion down only as far as the policy still says it: a worse completion's gradient has the
     weight min(1, π_θ / π_sampler). keep: without this; then each sync makes room to push it further down, without
-    end. drop: never push one down. Default: with the embedded model and humanline taper, else keep."""
+    end. taper-mean: the same with the mean over its tokens, which lets go of long ones later. drop: never push one
+    down. Default: with the embedded model and humanline taper, else keep."""
     prior: float | None = None
     """Judge each group as if it held this many rollouts more, with the mean reward of all. So a group that is all right
     still says that it is, where it would be forgotten for what other groups teach. Default: with the embedded model and
@@ -356,7 +357,7 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     means = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return means * mask
 
-def staleness_weight(log_ratio_to_sampler: Tensor, is_worse: Tensor) -> Tensor:
+def staleness_weight(log_ratio_to_sampler: Tensor, is_worse: Tensor, lengths: Tensor | None = None) -> Tensor:
     """min(1, Π_t π_θ / μ) of each worse completion, 1 of each other (Le Roux et al. 2025, TOPR). It scales the gradient
     of the log-ratio, upstream of any loss: what the policy says as often as the sampler did is pushed down with full
     weight, and what it hardly says any more is left alone, as online, where it would hardly be drawn.
@@ -364,15 +365,20 @@ def staleness_weight(log_ratio_to_sampler: Tensor, is_worse: Tensor) -> Tensor:
     Args:
         log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions; no gradient flows into it.
         is_worse: (N,) booleans: rejected, undesirable, or with a negative advantage.
+        lengths: (N,) tokens. With them the product is a geometric mean: of 30 tokens, each may be a little less likely.
     Returns:
         (N, 1) weights from 0 to 1.
     """
-    weights = log_ratio_to_sampler.detach().sum(-1, keepdim=True).clamp(max=0).exp()
+    total = log_ratio_to_sampler.detach().sum(-1, keepdim=True)
+    total = total if lengths is None else total / lengths[:, None].clamp(min=1)
+    weights = total.clamp(max=0).exp()
     return torch.where(is_worse[:, None], weights, torch.ones_like(weights))
 
 def token_kl(log_ratio: Tensor) -> Tensor:
     """exp(-d) + d - 1 >= 0, whose mean over the policy's samples is KL(π_θ || π_ref), in nats (Schulman 2020, "k3")."""
     return torch.expm1(-log_ratio) + log_ratio
+
+TAPERS = ("taper", "taper-mean")  # values of --stale that need the sampler's log-probs
 
 # What a loss trains on: a scored group becomes units of sequences, and a unit is what --batch-size counts.
 
@@ -423,7 +429,7 @@ class LossInputs:
 def sequences_of(group: Group, config: Config, **fields: list) -> list[Sequence]:
     """A group's completions as sequences. fields: a list of values each, one for each completion."""
     logps = [None] * len(group.completions)
-    if group.logps and config.stale == "taper":
+    if group.logps and config.stale in TAPERS:
         logps = [torch.tensor(values) for values in group.logps]
     return [Sequence(group.prompt, completion, group.row, sampler_logps=logps[i],
                      **{name: values[i] for name, values in fields.items()})
@@ -603,9 +609,10 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             log_ratio, ref_log_ratio, mask, logps = log_ratios(policy, microbatch, config, entropies.append)  # forward
             sequences = microbatch or [Sequence([], [])]
             chosen = torch.tensor([s.is_chosen for s in sequences], device=device)
-            if config.stale == "taper" and microbatch:
+            if config.stale in TAPERS and microbatch:
                 sampler_logps = pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
-                weight = staleness_weight(logps - sampler_logps, ~chosen)
+                lengths = mask.sum(-1) if config.stale == "taper-mean" else None
+                weight = staleness_weight(logps - sampler_logps, ~chosen, lengths)
                 log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
             if config.stale == "drop":
                 log_ratio = torch.where(chosen[:, None], log_ratio, log_ratio.detach())
@@ -1919,7 +1926,7 @@ class Reference:
         if is_asked and self.apart and self.model is None:
             self.put_weights_aside()  # the initial policy's, for the whole run
         self.until = 0  # the last step that the present reference serves
-        if config.stale == "taper" and not config.sample_every:  # unknown samplers: the initial policy stands in
+        if config.stale in TAPERS and not config.sample_every:  # unknown samplers: the initial policy stands in
             unknown = [s for unit in batches.units_until(config.steps) for s in unit if s.sampler_logps is None]
             attach_logps("sampler_logps", policy, Batch(0, unknown, [], None), config)
 
@@ -2724,7 +2731,8 @@ def in_words(config: Config) -> dict[str, str]:
     name, syncs = config.loss.upper(), is_synced(config)
     objective = {(True, True): f"{name} with humanline", (True, False): f"{name} with syncing only",
                  (False, True): f"{name} with perception only", (False, False): f"plain {name}"}
-    more = {"taper": ["a taper"], "drop": ["the better completions alone"]}.get(config.stale, [])
+    stale_forms = {"taper": "a taper", "taper-mean": "a taper of means", "drop": "the better completions alone"}
+    more = [stale_forms[config.stale]] if config.stale in stale_forms else []
     more += [f"a prior of {config.prior:g}"] if config.prior else []
     base = config.model if on_hub(config.model) else re.sub(r"[^\w.-]+", "-", Path(config.model).name)  # no path
     return dict(objective=", ".join([objective[syncs, config.perception != "none"], *more]), anchor=anchor, base=base,

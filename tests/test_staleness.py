@@ -17,7 +17,22 @@ def test_the_weight_is_the_sequences_ratio_cut_at_1_and_of_the_worse_alone():
     d = torch.tensor([[-0.5, -0.3, 0.0], [-0.5, -0.3, 0.0], [0.4, 0.2, 0.0], [-1000.0, 0.0, 0.0]])
     weights = staleness_weight(d, torch.tensor([True, False, True, True]))
     assert weights[:, 0].tolist() == pytest.approx([math.exp(-0.8), 1.0, 1.0, 0.0])
+    of_means = staleness_weight(d, torch.tensor([True, False, True, True]), torch.tensor([2, 2, 2, 500]))
+    assert of_means[:, 0].tolist() == pytest.approx([math.exp(-0.4), 1.0, 1.0, math.exp(-2)])
     assert not staleness_weight(d.requires_grad_(), torch.ones(4, dtype=torch.bool)).requires_grad
+
+
+def test_the_taper_of_means_lets_a_long_completion_go_later_than_the_taper(tiny):
+    policy, _, config = policy_of(tiny)
+    batch = random_batch("grpo")
+    for s in batch.sequences:  # each token is half as likely as the sampler had it
+        s.sampler_logps = humanline.log_probs(policy, [s])[0][0].detach()[-len(s.completion) :] + math.log(2)
+    found = {stale: gradient(policy, batch, dataclasses.replace(config, stale=stale))
+             for stale in ("keep", "drop", "taper", "taper-mean")}
+    pushed_down = found["keep"] - found["drop"]
+    left = {stale: float((found[stale] - found["drop"]) @ pushed_down / pushed_down.square().sum())
+            for stale in ("taper", "taper-mean")}
+    assert left["taper-mean"] == pytest.approx(0.5, abs=1e-3) and left["taper"] < 0.3
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
