@@ -1144,6 +1144,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
         if config.dtype == "auto":
             config.dtype = "mixed" if pays_mixed(policy, device) else "float32"
         if config.lora:
+            policy.base_hash = sampled_hash(policy)
             add_adapters(policy, name if base != name else None, config)
         for module in policy.modules():
             for key, value in vars(module).items():
@@ -1177,7 +1178,7 @@ def add_adapters(policy: Module, folder: str | None, config: Config) -> None:
     """Freeze the policy, and put adapters to be trained beside its layers: new ones, which change nothing yet, or those
     of a peft folder. So the initial policy is the policy with the adapters as they are now, and needs no copy."""
     from peft import LoraConfig, PeftConfig
-    policy.base_hash, targets = sampled_hash(policy), list(config.lora_targets)
+    targets = list(config.lora_targets)
     lora = LoraConfig(r=config.lora, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
                       target_modules="all-linear" if targets == ["all-linear"] else targets)
     if folder is not None:
@@ -1191,6 +1192,9 @@ def add_adapters(policy: Module, folder: str | None, config: Config) -> None:
             "--lora-targets: the output head takes no adapter; name layers below it")
     for p in policy.parameters():
         p.data = p.data.to(torch.float32 if p.requires_grad or config.dtype == "float32" else torch.bfloat16)
+    for module in policy.modules():
+        if hasattr(module, "lora_A"):  # autocast casts what it must; peft would keep a copy for each adapter
+            module.cast_input_dtype_enabled = False
 
 def trained(policy: Module) -> dict[str, Tensor]:
     """The parameters that training changes, by name: all of them, or with --lora the adapters."""
