@@ -42,6 +42,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -63,8 +64,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 # ---------- Configuration ---------------------------------------------------------------------------------------------
@@ -100,12 +104,12 @@ class Config:
     checkpoint_activations: bool = False  # Recompute activations in the backward pass: slower, far less memory.
     trust_remote_code: bool = False  # Allow code that comes with a model or tokenizer to run.
     lora: int = 0
-    """Train adapters of this rank (16, say) and leave the model's weights, in bf16 but for --dtype float32, as they are
-    (LoRA; pip install peft). 0: train the weights. Where --model is a peft folder, 0 merges it, else it is trained on."""
+    """Train adapters of this rank, 16 say, and leave the model's weights as they are, in bf16 but for --dtype float32
+    (LoRA; pip install peft). 0: train the weights. A --model that is a peft folder is trained on, or with 0 merged."""
     lora_alpha: int = 32  # What the adapters add is scaled by this number divided by their rank.
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Names of the layers that get an adapter, such as `q_proj v_proj`. all-linear: all but the output head."""
-    merge: bool = False  # With --lora: final/ is an ordinary folder, with the adapters in the weights, and no peft folder.
+    merge: bool = False  # With --lora: final/ is an ordinary folder, with the adapters in its weights.
 
     # What makes it humanline: two parts, switched together or one by one.
     humanline: bool = True  # Sync every --sync-k steps, and clip. --no-humanline is the published loss.
@@ -207,6 +211,7 @@ class Config:
     token, and the prompt. --data reads the file back, with the tokens as they were sampled."""
     track: Literal["tensorboard", "wandb"] | None = None  # Send the metrics there, too. Both need tensorboard.
     config: str | None = None  # A .toml file of these settings; flags override it.
+    plan: bool = False  # Do not train, but say how much memory that would take; the weights are not loaded.
 
 # ---------- Perception ------------------------------------------------------------------------------------------------
 # How the token log-ratio d_t = log π_θ(y_t | x, y_<t) - log π_ref(y_t | x, y_<t) looks to a person.
@@ -1120,10 +1125,10 @@ def go_offline_without_hub(config: Config) -> None:
     if not answered.wait(HUB_SECONDS):
         constants.HF_HUB_OFFLINE = True
 
-def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
+def load_policy(config: Config, device: torch.device, has_weights: bool = True) -> tuple[Module, Any]:
     """The model and its tokenizer, by hub name or folder, ready for training, and without dropout, which would make the
-    log-ratio of a policy with itself noise instead of 0."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    log-ratio of a policy with itself noise instead of 0. Without has_weights it stays on the meta device, for `plan`."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     trust = dict(trust_remote_code=config.trust_remote_code)
     with ranks_in_turn() if config.shard else contextlib.nullcontext():
         name = embedded(config.model, "model") if source_name(config.model) == "embedded" else config.model
@@ -1132,11 +1137,15 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             tokenizer = AutoTokenizer.from_pretrained(name, **trust)
             base, frozen_on_gpu = base_of(name), config.lora and device.type == "cuda" and config.dtype != "float32"
             dtype = torch.bfloat16 if config.dtype == "bfloat16" or frozen_on_gpu else torch.float32
-            policy, info = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation=config.attn,
-                                                                output_loading_info=True, **trust)
-            missing = sorted(info["missing_keys"])
+            settings, missing = dict(dtype=dtype, attn_implementation=config.attn, **trust), []
+            if has_weights:
+                policy, info = AutoModelForCausalLM.from_pretrained(base, output_loading_info=True, **settings)
+                missing = sorted(info["missing_keys"])
+            else:
+                with torch.device("meta"):
+                    policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, **trust), **settings)
             require(not missing, f"--model {base}: its files lack {', '.join(missing[:3])}, which would be random")
-            if base != name and not config.lora:
+            if base != name and not config.lora and has_weights:
                 from peft import PeftModel
                 policy = PeftModel.from_pretrained(policy, name).merge_and_unload().requires_grad_(True)
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence token, so "
@@ -1144,8 +1153,9 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
         if config.dtype == "auto":
             config.dtype = "mixed" if pays_mixed(policy, device) else "float32"
         if config.lora:
-            policy.base_hash = sampled_hash(policy)
-            add_adapters(policy, name if base != name else None, config)
+            policy.base_hash = sampled_hash(policy) if has_weights else ""
+            with contextlib.nullcontext() if has_weights else torch.device("meta"):
+                add_adapters(policy, name if base != name and has_weights else None, config)
         for module in policy.modules():
             for key, value in vars(module).items():
                 is_dropout = "drop" in key or (key == "p" and isinstance(module, torch.nn.Dropout))
@@ -1155,6 +1165,9 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             policy.activation_checkpointing_enable()
         elif config.checkpoint_activations:  # its older name
             policy.gradient_checkpointing_enable(dict(use_reentrant=False))
+        if not has_weights:
+            config.share_prompts = config.share_prompts and can_share_prompts(policy, config)
+            return policy.train(), tokenizer
         layers = [module for module in policy.modules() if type(module).__name__ in (policy._no_split_modules or ())]
         if config.compile:
             for layer in layers:  # compiled once for all of them, and for all lengths of a batch
@@ -1183,8 +1196,9 @@ def add_adapters(policy: Module, folder: str | None, config: Config) -> None:
                       target_modules="all-linear" if targets == ["all-linear"] else targets)
     if folder is not None:
         lora = PeftConfig.from_pretrained(folder)
-        require((lora.r, lora.lora_alpha) == (config.lora, config.lora_alpha), f"--model {folder}: its adapters go on "
-                f"with --lora {lora.r} --lora-alpha {lora.lora_alpha}; others begin on the folder that --merge writes")
+        require((lora.r, lora.lora_alpha) == (config.lora, config.lora_alpha) and targets == ["all-linear"],
+                f"--model {folder}: its adapters go on with --lora {lora.r} --lora-alpha {lora.lora_alpha} and no "
+                "--lora-targets; others begin on the folder that --merge writes")
     with explained("--lora-targets", "name linear layers of the model"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(config.seed, "lora"))
         policy.load_adapter(folder, is_trainable=True) if folder else policy.add_adapter(lora)
@@ -1237,8 +1251,8 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
     window = "sliding" if getattr(text, "sliding_window", None) else "full_attention"
     kinds = set(getattr(text, "layer_types", None) or [window])
     pair = [Sequence([1, 2, 3, 4], [5, 6, 7]), Sequence([1, 2, 3, 4], [7, 6])]
-    if text._attn_implementation != "sdpa" or kinds != {"full_attention"}:
-        return False
+    if text._attn_implementation != "sdpa" or kinds != {"full_attention"} or policy.device.type == "meta":
+        return kinds == {"full_attention"} and text._attn_implementation == "sdpa"
     eager = torch.compiler.set_stance("force_eager")
     with contextlib.suppress(Exception), mixed_precision(policy.device, config), eager:  # may raise anything
         apart = log_probs(policy, pair)[0]
@@ -1974,10 +1988,7 @@ class Reference:
                 "--ref lookahead must know when the next sync comes, and --sync-drift does not; use --ref copy")
         require(config.ref != "lookahead" or config.sync_alpha == 1,
                 "--ref lookahead takes the policy as reference, and --sync-alpha below 1 a mixture; use --ref copy")
-        # With rollouts at every step each sync would put the weights aside.
-        needs_copy = config.sync_drift or config.sync_alpha < 1 or (self.syncs and config.sample_every == 1)
-        is_asked = config.kl_beta or not self.apart
-        self.copies = bool(is_asked and (config.ref == "copy" or (config.ref == "auto" and needs_copy)))
+        is_asked, self.copies = config.kl_beta or not self.apart, is_copied(config)
         self.model: Module | None = None
         if self.copies and not config.lora:
             self.model = load_policy(config, policy.device)[0].requires_grad_(False)
@@ -2065,6 +2076,13 @@ class Reference:
         finally:
             swap()
 
+def is_copied(config: Config) -> bool:
+    """Whether the reference is a copy, and does not look ahead."""
+    # With rollouts at every step each sync would put the weights aside.
+    needs_copy = config.sync_drift or config.sync_alpha < 1 or (is_synced(config) and config.sample_every == 1)
+    is_asked = config.kl_beta or not takes_old_policy(config)
+    return bool(is_asked and (config.ref == "copy" or (config.ref == "auto" and needs_copy)))
+
 def attach_logps(name: Literal["ref_logps", "old_logps", "sampler_logps"], model: Module, batch: Batch,
                  config: Config) -> None:
     """Write `model`'s log-probs into the batch as those of the reference, the old policy or the sampler."""
@@ -2104,8 +2122,8 @@ def fit_memory(work: Callable[[], Any], sequences: list[Sequence], config: Confi
                 raise  # sharded, the other ranks are in the middle of an exchange
             reason, longest = str(error).splitlines()[0], max(map(len, sequences))
         if config.microbatch_tokens <= longest:
-            raise MemoryError(f"out of memory with one sequence of {longest} tokens at a time ({reason:.200}); take a "
-                              "smaller model, a lower --max-length, --checkpoint-activations or --shard")
+            raise MemoryError(f"out of memory with one sequence of {longest} tokens at a time ({reason:.200}); --plan "
+                              f"says what takes it; {less_memory(config)}")
         config.microbatch_tokens = math.ceil(config.microbatch_tokens / 2)
         warn(f"out of memory; from here on --microbatch-tokens {config.microbatch_tokens}, which changes no result")
 
@@ -2443,8 +2461,9 @@ class Saver:
         elif reference.weights is not None:
             with reference.borrowed_weights():
                 files["reference"] = self.copy("reference", parameters)
-        state = dict(step=step, base=getattr(policy, "base_hash", None), reference_until=reference.until, made_until=batches.made_until,
-                     rollouts_until=batches.rollouts_until, settings=dict(vars(self.config)), data=batches.fingerprint,
+        state = dict(step=step, base=getattr(policy, "base_hash", None), reference_until=reference.until,
+                     made_until=batches.made_until, rollouts_until=batches.rollouts_until,
+                     settings=dict(vars(self.config)), data=batches.fingerprint,
                      batches=[snapshot(batch) for batch in batches.pending])
         if rank() == 0:
             self.writing = self.writer.submit(self.write, self.folder / f"step-{step:08d}", files, state)
@@ -2520,8 +2539,8 @@ def find_checkpoint(config: Config) -> Path | None:
     return None
 
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
-FREE_ON_RESUME = ("steps out save_every keep resume config merge on_collapse eval_data eval_every eval_prompts eval_samples "
-                  "eval_greedy eval_temperature eval_top_p microbatch_tokens share_prompts compile shard "
+FREE_ON_RESUME = ("steps out save_every keep resume config merge on_collapse eval_data eval_every eval_prompts "
+                  "eval_samples eval_greedy eval_temperature eval_top_p microbatch_tokens share_prompts compile shard "
                   "checkpoint_activations track rollouts").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
@@ -2597,8 +2616,9 @@ See [Humanline: Online Alignment as Perceptual Loss](https://arxiv.org/abs/2509.
 def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> None:
     """An ordinary Hugging Face folder, or with --lora a peft folder, unless --merge."""
     every, distinct = (dict(policy.named_parameters(remove_duplicate=once)) for once in (False, True))
+    names = trained(policy) if config.lora else distinct.keys() | policy.state_dict().keys() - every.keys()
     weights = {name: full(value.detach()).cpu() for name, value in policy.state_dict().items()
-               if (name in trained(policy) if config.lora else name in distinct or name not in every)}  # a tied head, once
+               if name in names}  # a tied head, once
 
     def write(path: Path) -> None:
         with new_folder(path, hashed=False) as folder:
@@ -2624,6 +2644,113 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> No
             where = f"the model is in {rescue}" if rescue.exists() else f"nor {rescue}; the weights are lost"
             raise OSError(f"could not write {path} ({error}); {where}") from error
 
+# ---------- The plan --------------------------------------------------------------------------------------------------
+# How much memory a run takes, from a forward and backward pass over tensors without values.
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the fake tensors that are made, and the most at one time. What has real operands alone, such
+    as labels, which decide shapes, is computed for real."""
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        super().__init__()
+        self.now, self.peak, self.storages = 0, 0, weakref.WeakSet(p.untyped_storage() for p in parameters)
+
+    def __torch_dispatch__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_real = operands and not any(isinstance(tensor, FakeTensor) for tensor in operands)
+        with unset_fake_temporarily() if is_real else contextlib.nullcontext():
+            results = function(*args, **(kwargs or {}))
+        for storage in [leaf.untyped_storage() for leaf in tree_leaves(results) if isinstance(leaf, FakeTensor)]:
+            if storage not in self.storages:
+                self.storages.add(storage)
+                self.count(storage.nbytes())
+                weakref.finalize(storage, self.count, -storage.nbytes())
+        return results
+
+    def count(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+def plan(config: Config) -> None:
+    """Print what each rank of a run holds at its peak, told from the first batches, and what would take less. Sharded,
+    without the layers that are gathered for a moment."""
+    go_offline_without_hub(config)
+    device = join_ranks()
+    rows = [row for source in config.data for row in read_rows(source, config, "--data")]
+    policy, tokenizer = load_policy(config, device, has_weights=False)
+    sampler = Sampler(policy, tokenizer, dataclasses.replace(config, reward=(), eval_data=None))
+    batches = Batches(config, encode_rows(rows, sampler, online=bool(config.sample_every)), sampler.longest)
+    config.steps, new, size = config.steps or batches.steps_per_epoch, config.max_new_tokens, config.group_size
+    prompts = batches.next_prompts(1) if config.sample_every else []
+    if config.sample_every:  # with the longest completions that there can be
+        batches.add_rollouts([dataclasses.replace(group, completions=[[0] * new] * size, rewards=[*range(size)])
+                              for group in prompts], 1)
+    else:
+        batches.make_offline(min(config.steps, 64))
+    area = lambda part: len(forward_rows(part)) * max(map(width, forward_rows(part)), default=0)
+    is_idle, microbatches = LOSSES[config.loss].is_idle, []
+    for batch in batches.pending:
+        microbatches.append(cut([s for s in batch.sequences if not is_idle(s, config)], config))
+    parts = max(microbatches, key=lambda parts: max(map(area, parts), default=0))
+    largest = max(parts, key=area)
+    program = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else 0
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        policy.to_empty(device="cpu")
+        policy.tie_weights()
+    training, sampling = (LiveBytes(policy.parameters()) for _ in range(2))
+
+    def compute(ids: Tensor, labels: Tensor, temperature: float, note_entropy: Any, **layout: Tensor) -> Tensor:
+        layout = {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
+        for _ in parts[:2]:  # the second finds the first one's gradients
+            with fake, training:
+                with mixed_precision(policy.device, config):
+                    logps = completion_logps(policy, fake.from_tensor(ids), labels, temperature, note_entropy, **layout)
+                logps.sum().backward()
+        return torch.zeros(labels.shape)
+
+    policy.completion_logps = compute
+    log_probs(policy, largest, logits_temperature(config), lambda entropies: None)
+    drawn = max(len(prompts) * size, config.eval_prompts * config.eval_samples if config.eval_data else 0)
+    longest = max(len(group.prompt) for group in batches.groups)
+    count = min(math.ceil(drawn / world_size()), config.sample_tokens // (longest + new))
+    if count:
+        with fake, sampling, torch.no_grad(), mixed_precision(policy.device, config):
+            ids = torch.zeros(count, longest, dtype=torch.long)
+            out = policy.eval()(input_ids=ids, use_cache=True, logits_to_keep=1)
+        cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
+        # `sample` holds six tensors of the size of the last position's logits.
+        sampling.peak = max(sampling.peak, cache * (longest + new) // longest + 6 * 4 * out.logits.numel())
+
+    ranks, copies = world_size() if config.shard else 1, is_copied(config)
+    weights, changed = (sum(p.nbytes for p in group) // ranks
+                        for group in (policy.parameters(), trained(policy).values()))
+    is_aside = config.lora if copies else config.sample_every and (is_synced(config) or config.kl_beta)
+    aside = changed * (bool(is_aside) + (config.on_collapse == "restore"))
+    host = "" if device.type == "cpu" else ", in host memory"
+    held = {"the program": program, "weights": weights, "AdamW's moments": 2 * changed,
+            "the reference, a second model": weights if copies and not config.lora else 0,
+            f"weights put aside{host}": aside,
+            f"a checkpoint on its way to the disk{host}": 3 * changed * (0 < config.save_every <= config.steps)}
+    work = {"gradients": changed,
+            f"activations and log-probs ({len(forward_rows(largest))} rows, {area(largest):,} tokens)":
+                max(0, training.peak - changed * ranks)}
+    drawing = {f"or in their place sampling ({count} x ({longest} + {new}) tokens)": sampling.peak}
+    most = max(sum(work.values()), sampling.peak)
+    holes = {"holes between them, some quarter": most // 4 if device.type == "cpu" else 0}
+    peak = sum(size for name, size in (held | holes).items() if not host or host not in name) + most
+    if rank() == 0:
+        for name, size in (held | work | drawing | holes | {"in all, on each rank": peak}).items():
+            print(f"{size / 2**20:>10,.0f} MiB  {name}") if size else None
+        print(less_memory(config))
+
+def less_memory(config: Config) -> str:
+    """What takes less memory and is not asked for yet."""
+    must_copy = config.lora or config.sync_drift or config.sync_alpha < 1
+    ways = {"--lora 16": config.lora, "--ref lookahead": must_copy or not is_copied(config),
+            "--checkpoint-activations": config.checkpoint_activations, "--shard": config.shard}
+    return f"less takes: {', '.join(way for way, is_set in ways.items() if not is_set)}, a lower --max-length"
+
 # ---------- The command line ------------------------------------------------------------------------------------------
 
 class UserError(Exception):
@@ -2647,10 +2774,13 @@ def main(argv: list[str] | None = None) -> int:
         if config.resume == "latest" and Path(config.out, "final").exists():
             print(f"{config.out} is finished already; the model is in {Path(config.out, 'final')}")
             return 0
-        run = train(config)
-        if rank() == 0:
-            print(last_line(run))
-        status = 128 + run.signal if run.signal else 0  # as the shell says of a process that a signal ended
+        if config.plan:
+            plan(config)
+        else:
+            run = train(config)
+            if rank() == 0:
+                print(last_line(run))
+            status = 128 + run.signal if run.signal else 0  # as the shell says of a process that a signal ended
     except UserError as error:
         time.sleep(3 * (os.environ.get("RANK", "0") != "0"))  # one line, from rank 0, if it has the same to say
         print(f"humanline.py: error: {error}", file=sys.stderr)
@@ -2763,8 +2893,10 @@ def check_config(config: Config) -> None:
     require(config.reward, "--reward names nothing; write exact, math, model:NAME or FILE.py:function")
     for spec in config.reward:
         split_reward(spec)
-    require(not config.lora or importlib.util.find_spec("peft"), "--lora needs a package that is missing; pip install peft")
-    require(config.lora or not config.merge, "--merge joins adapters with the weights; it needs --lora RANK")
+    require(not config.lora or importlib.util.find_spec("peft"), "--lora: a package is not installed; pip install peft")
+    for name in () if config.lora else ("lora_alpha", "lora_targets", "merge"):
+        require(getattr(config, name) == getattr(Config, name),
+                f"{flag_of(name)} is about adapters; it needs --lora RANK")
     require(config.prompt_template is None or re.search(r"\{[a-zA-Z]\w*\}", config.prompt_template),
             "--prompt-template has no {prompt}, the place where the row's prompt goes")
     require(not config.sample_every or config.group_size > 1, "--group-size 1 leaves nothing to compare; use 2 or more")
@@ -2778,7 +2910,7 @@ def to_toml(config: Config) -> str:
     """Every setting as TOML that --config reads back; where the run lies is left to the next one."""
     lines = ["# python humanline.py --config THIS_FILE repeats the run.\n"]
     for name, value in vars(config).items():
-        if value is not None and name not in ("out", "config", "resume"):
+        if value is not None and name not in ("out", "config", "resume", "plan"):
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             lines.append(f"{name} = {text}\n")
     return "".join(lines)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_command_line import complaint
 from test_models import ARCHITECTURES, folder, full_logits_logps, some_sequences  # noqa: F401  (a fixture)
 from test_ranks import DRIVER, torchrun
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import eval as evaluation
 import humanline
@@ -303,7 +303,9 @@ def test_two_ranks_sharded_or_not_train_the_adapters_of_one(run, tiny, data_file
 
 # Bad input.
 
-BAD = [("--merge", "--merge joins adapters with the weights; it needs --lora RANK"),
+BAD = [("--merge", "--merge is about adapters; it needs --lora RANK"),
+       ("--lora-targets q_proj", "--lora-targets is about adapters; it needs --lora RANK"),
+       ("--lora-alpha 8", "--lora-alpha is about adapters; it needs --lora RANK"),
        ("--lora -1", "--lora is -1; it must be 0 or more"),
        ("--lora 4 --lora-alpha 0", "--lora-alpha is 0; it must be 1 or more"),
        ("--lora 4 --lora-targets nothing", "--lora-targets: Target modules"),
@@ -330,3 +332,65 @@ def test_a_runs_config_repeats_it(run, tmp_path):
     again = run("", flags=["--config", str(first / "config.toml")])
     assert same_adapters(first, again)
     assert all("q_proj" in name or "v_proj" in name for name in adapters_of(first))
+
+
+# The plan.
+
+def planned(capsys, *flags: str) -> tuple[dict[str, int], str]:
+    """What --plan prints: MiB by name, and the advice."""
+    assert humanline.main([*flags, "--plan"]) == 0
+    *lines, advice = capsys.readouterr().out.splitlines()
+    return {line.partition(" MiB  ")[2]: int(line.partition(" MiB")[0].replace(",", "")) for line in lines}, advice
+
+
+@pytest.fixture(scope="module")
+def weightless(tmp_path_factory) -> str:
+    """A folder that says what a model of 68 M parameters is, without its weights."""
+    path, tokenizer = tmp_path_factory.mktemp("weightless"), humanline.embedded_tokenizer()
+    LlamaConfig(vocab_size=32_768, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, bos_token_id=2,
+                num_attention_heads=8, tie_word_embeddings=True, eos_token_id=3, pad_token_id=0).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+PLANS = [  # loss, more, what the rows must be, of W MiB of weights and A MiB of adapters
+    ("dpo", "", lambda w, a: {"weights": w, "AdamW's moments": 2 * w, "gradients": w}),
+    ("kto", "--ref copy", lambda w, a: {"weights": w, "the reference, a second model": w, "gradients": w}),
+    ("grpo", "--dtype bfloat16", lambda w, a: {"weights": w / 2, "AdamW's moments": w, "gradients": w / 2}),
+    ("dpo", "--lora 16", lambda w, a: {"weights": w + a, "AdamW's moments": 2 * a, "gradients": a}),
+    ("kto", "--lora 16 --ref copy --dtype mixed", lambda w, a: {"weights": w / 2 + a, "weights put aside": a})]
+
+
+@pytest.mark.parametrize("loss, more, expected", PLANS, ids=[f"{loss} {more}" for loss, more, _ in PLANS])
+def test_a_plan_needs_no_weights_and_counts_what_a_run_holds(
+        weightless, data_files, tmp_path, capsys, monkeypatch, loss, more, expected):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model", weightless, "--data", data_files["groups"], "--loss", loss, *more.split(), "--max-length", "60"]
+    flags += ["--batch-size", "8"] + ([] if "--dtype" in more else ["--dtype", "float32"])
+    table, _ = planned(capsys, *flags)
+    layer = 4 * 512 * 512 + 3 * 512 * 2048 + 2 * 512
+    weights, adapters = 4 * (32_768 * 512 + 12 * layer + 512), 4 * 12 * 16 * (8 * 512 + 3 * 2560)
+    for name, size in expected(weights / 2**20, adapters / 2**20).items():
+        assert abs(table[name] - size) <= 1, name
+    assert sum(table.values()) == pytest.approx(2 * table["in all, on each rank"], abs=9)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plans_activations_follow_the_microbatch_checkpointing_and_sampling(weightless, data_files, capsys, varied):
+    common = ["--model", weightless, "--data", data_files["groups"], "--loss", "dpo", "--dtype", "float32"]
+
+    def activations(*flags: str) -> int:
+        table, _ = planned(capsys, *common, *flags)
+        return next(size for name, size in table.items() if "activations" in name)
+
+    many = ["--batch-size", "24", "--lora", "16"]  # beside them gradients are small
+    whole, half = activations(*many), activations(*many, "--microbatch-tokens", "600")
+    assert half < whole and activations(*many, "--checkpoint-activations") < whole
+    online = ["--sample-every", "1", "--reward", varied, "--group-size", "64", "--max-new-tokens", "40"]
+    table, advice = planned(capsys, *common, *online)
+    sampling = next(size for name, size in table.items() if "sampling" in name)
+    tokens = eval(next(name for name in table if "sampling" in name).partition("(")[2].removesuffix(" tokens)")
+                  .replace("x", "*"))
+    assert sampling > tokens * 12 * 2 * 512 * 4 / 2**20  # the cache: keys and values of each layer
+    assert "--lora 16" in advice and "--checkpoint-activations" in advice
+    assert "--lora" not in planned(capsys, *common, "--lora", "16")[1]
