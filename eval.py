@@ -402,7 +402,7 @@ def run_folder(spec: str, flag: str) -> Path | None:
     if (path / "config.toml").exists() or (path / "checkpoint").is_dir():
         raise UserError(f"{flag} {spec}: the run did not finish, so it has no final/; go on with "
                         f"python humanline.py --config {path / 'config.toml'} --out {path} --resume latest")
-    if path.is_dir() and not (path / "config.json").exists():
+    if path.is_dir() and not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"{flag} {spec}: neither a run's folder (config.toml and final/) nor a model's (config.json)")
     in_folder = path.parent != Path(".") and path.parent.is_dir()
     is_local = spec.startswith((".", "/", "~")) or spec.count("/") > 1 or in_folder

@@ -42,6 +42,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import warnings
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -62,8 +64,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 # ---------- Configuration ---------------------------------------------------------------------------------------------
@@ -98,6 +103,13 @@ class Config:
     attn: str | None = None  # Attention implementation, such as sdpa or flash_attention_2. Default: the model's choice.
     checkpoint_activations: bool = False  # Recompute activations in the backward pass: slower, far less memory.
     trust_remote_code: bool = False  # Allow code that comes with a model or tokenizer to run.
+    lora: int = 0
+    """Train adapters of this rank, 16 say, and leave the model's weights as they are, in bf16 but for --dtype float32
+    (LoRA; pip install peft). 0: train the weights. A --model that is a peft folder is trained on, or with 0 merged."""
+    lora_alpha: int = 32  # What the adapters add is scaled by this number divided by their rank.
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Names of the layers that get an adapter, such as `q_proj v_proj`. all-linear: all but the output head."""
+    merge: bool = False  # With --lora: final/ is an ordinary folder, with the adapters in its weights.
 
     # What makes it humanline: two parts, switched together or one by one.
     humanline: bool = True  # Sync every --sync-k steps, and clip. --no-humanline is the published loss.
@@ -159,7 +171,9 @@ class Config:
     steps: int | None = None  # Optimizer steps. Default: 256 with the embedded model, else one pass over the data.
     batch_size: int | None = None
     """Per step: prompts with their groups (GRPO), pairs (DPO) or examples (KTO). Default: 32; KTO 64, embedded 256."""
-    lr: float | None = None  # AdamW's, after warmup. Default: 1e-6, or with the embedded model 8e-4 (KTO 4e-4).
+    lr: float | None = None
+    """AdamW's, after warmup. Default: 1e-6, or with the embedded model 8e-4 (KTO 4e-4); with --lora ten times that
+    (Schulman et al. 2025, LoRA Without Regret)."""
     schedule: Literal["constant", "cosine"] = "constant"  # After warmup: constant, or down to 0 along a cosine.
     warmup: float = 0.1  # Fraction of the steps over which the learning rate rises linearly.
     weight_decay: float = 0.0  # AdamW's decoupled weight decay.
@@ -174,7 +188,8 @@ class Config:
     """Compute the prompt of neighbouring completions once, where the model allows it and it pays. Changes no result."""
     ref: Literal["auto", "lookahead", "copy"] = "auto"
     """How the reference is kept. lookahead: at each sync the policy computes the log-probs of the batches up to the
-    next one; copy: a second model. Both give the same numbers; auto takes lookahead where it costs nothing."""
+    next one; copy: a second model, with --lora second adapters. Both give the same numbers; auto takes lookahead where
+    it costs nothing."""
     compile: bool = dataclasses.field(default_factory=torch.cuda.is_available)  # torch.compile. Default: on a GPU.
     shard: bool = False  # Several ranks: shard weights, gradients and optimizer state over them (FSDP2).
     seed: int = 0  # Everything random is a function of this and of the step.
@@ -197,6 +212,7 @@ class Config:
     token, and the prompt. --data reads the file back, with the tokens as they were sampled."""
     track: Literal["tensorboard", "wandb"] | None = None  # Send the metrics there, too. Both need tensorboard.
     config: str | None = None  # A .toml file of these settings; flags override it.
+    plan: bool = False  # Do not train, but say how much memory that would take; the weights are not loaded.
     untyped: tyro.conf.Suppress[tuple[str, ...]] = dataclasses.field(default=(), compare=False)
     """The settings that neither a flag nor a file has set."""
 
@@ -771,7 +787,8 @@ class Run:
         self.config = config = dataclasses.replace(config, out=str(self.out))
         if on_hub(config.model):  # minutes may go into the embedded data before the model is loaded
             with explained_model(config.model):
-                transformers.AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+                base = base_of(config.model)
+                transformers.AutoConfig.from_pretrained(base, trust_remote_code=config.trust_remote_code)
         self.rows = [row for source in config.data for row in read_rows(source, config, "--data")]
         self.eval_rows = []
         if config.eval_data is not None:
@@ -787,7 +804,7 @@ class Run:
         config.steps = config.steps or self.batches.steps_per_epoch
         self.eval_groups = encode_rows(self.eval_rows, self.sampler, "--eval-data", True) if self.eval_rows else []
         self.sampler.check_rows(self.eval_rows + (self.rows if config.sample_every else []))
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.lr, betas=(0.9, 0.999), fused=True,
+        self.optimizer = torch.optim.AdamW(trained(self.policy).values(), lr=config.lr, betas=(0.9, 0.999), fused=True,
                                            eps=config.adam_eps, weight_decay=config.weight_decay)
         self.reference = Reference(self.policy, self.batches, config)
         first = 1 + (load_checkpoint(checkpoint, self.optimizer, self.reference) if checkpoint else 0)
@@ -899,7 +916,7 @@ class Run:
         shown[self.measured] = self.latest.get("accuracy")
         shown = {name: f"{value:.3f}" for name, value in shown.items() if value is not None}
         if self.config.on_collapse == "restore" and self.collapse.is_best and line["step"] % 16 == 0:
-            weights = [local_part(p.detach()).to("cpu", copy=True) for p in self.policy.parameters()]
+            weights = [local_part(p.detach()).to("cpu", copy=True) for p in trained(self.policy).values()]
             self.kept = line["step"], weights
         speed = f"{line['tokens'] / line['step_seconds']:.0f}"
         self.progress.set_postfix(shown | {"tokens/s": speed}, refresh=False)
@@ -909,7 +926,7 @@ class Run:
         self.ended = step
         if self.kept:
             self.ended, weights = self.kept
-            torch._foreach_copy_([local_part(p.detach()) for p in self.policy.parameters()], weights)
+            torch._foreach_copy_([local_part(p.detach()) for p in trained(self.policy).values()], weights)
         self.latest = self.measure(step)
         warn(f"--on-collapse {self.config.on_collapse}: the run ends, and its model is that of step {self.ended}")
 
@@ -1093,7 +1110,7 @@ def explained_model(name: str) -> contextlib.AbstractContextManager:
     """`explained` of loading a model."""
     advice = "name a Hugging Face model or a folder; `hf download NAME --local-dir FOLDER` makes one, given a network"
     return explained(f"--model {name}", advice, trust_remote_code="to let it run, say --trust-remote-code",
-                     attn_implementation="choose another --attn")
+                     attn_implementation="choose another --attn", peft="pip install peft")
 
 def on_hub(spec: str | None) -> bool:
     """Whether NAME[:[CONFIG:]SPLIT][=PASSES] can only be a name on the Hugging Face hub."""
@@ -1117,22 +1134,37 @@ def go_offline_without_hub(config: Config) -> None:
     if not answered.wait(HUB_SECONDS):
         constants.HF_HUB_OFFLINE = True
 
-def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
+def load_policy(config: Config, device: torch.device, has_weights: bool = True) -> tuple[Module, Any]:
     """The model and its tokenizer, by hub name or folder, ready for training, and without dropout, which would make the
-    log-ratio of a policy with itself noise instead of 0."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    log-ratio of a policy with itself noise instead of 0. Without has_weights it stays on the meta device, for `plan`."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     trust = dict(trust_remote_code=config.trust_remote_code)
     with ranks_in_turn() if config.shard else contextlib.nullcontext():
         name = embedded(config.model, "model") if source_name(config.model) == "embedded" else config.model
-        with explained_model(config.model):
+        # The warnings are of peft's asking transformers by an old name.
+        with explained_model(config.model), warnings.catch_warnings(category=FutureWarning, action="ignore"):
             tokenizer = AutoTokenizer.from_pretrained(name, **trust)
-            dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-            policy, info = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=config.attn,
-                                                                output_loading_info=True, **trust)
-            missing = sorted(info["missing_keys"])
-            require(not missing, f"--model {name}: its files lack {', '.join(missing[:3])}, which would be random")
+            base, frozen_on_gpu = base_of(name), config.lora and device.type == "cuda" and config.dtype != "float32"
+            dtype = torch.bfloat16 if config.dtype == "bfloat16" or frozen_on_gpu else torch.float32
+            settings, missing = dict(dtype=dtype, attn_implementation=config.attn, **trust), []
+            if has_weights:
+                policy, info = AutoModelForCausalLM.from_pretrained(base, output_loading_info=True, **settings)
+                missing = sorted(info["missing_keys"])
+            else:
+                with torch.device("meta"):
+                    policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, **trust), **settings)
+            require(not missing, f"--model {base}: its files lack {', '.join(missing[:3])}, which would be random")
+            if base != name and not config.lora and has_weights:
+                from peft import PeftModel
+                policy = PeftModel.from_pretrained(policy, name).merge_and_unload().requires_grad_(True)
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence token, so "
                 "completions could not end; set eos_token in tokenizer_config.json")
+        if config.dtype == "auto":
+            config.dtype = "mixed" if pays_mixed(policy, device) else "float32"
+        if config.lora:
+            policy.base_hash = sampled_hash(policy) if has_weights else ""
+            with contextlib.nullcontext() if has_weights else torch.device("meta"):
+                add_adapters(policy, name if base != name and has_weights else None, config)
         for module in policy.modules():
             for key, value in vars(module).items():
                 is_dropout = "drop" in key or (key == "p" and isinstance(module, torch.nn.Dropout))
@@ -1142,12 +1174,13 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             policy.activation_checkpointing_enable()
         elif config.checkpoint_activations:  # its older name
             policy.gradient_checkpointing_enable(dict(use_reentrant=False))
+        if not has_weights:
+            config.share_prompts = config.share_prompts and can_share_prompts(policy, config)
+            return policy.train(), tokenizer
         layers = [module for module in policy.modules() if type(module).__name__ in (policy._no_split_modules or ())]
         if config.compile:
             for layer in layers:  # compiled once for all of them, and for all lengths of a batch
                 layer.compile(dynamic=True)
-        if config.dtype == "auto":
-            config.dtype = "mixed" if pays_mixed(policy, device) else "float32"
         if config.shard:
             shard(policy, layers, device, config)
         policy.to(device).train()
@@ -1155,10 +1188,53 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
     config.share_prompts = config.share_prompts and can_share_prompts(policy, config)
     return policy, tokenizer
 
+def base_of(name: str) -> str:
+    """The model that a peft folder's adapters belong to; of any other model its own name."""
+    from transformers.utils import find_adapter_config_file
+    if find_adapter_config_file(name) is None:
+        return name
+    from peft import PeftConfig
+    return PeftConfig.from_pretrained(name).base_model_name_or_path
+
+def add_adapters(policy: Module, folder: str | None, config: Config) -> None:
+    """Freeze the policy, and put adapters to be trained beside its layers: new ones, which change nothing yet, or those
+    of a peft folder. So the initial policy is the policy with the adapters as they are now, and needs no copy."""
+    from peft import LoraConfig, PeftConfig
+    targets = list(config.lora_targets)
+    lora = LoraConfig(r=config.lora, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
+                      target_modules="all-linear" if targets == ["all-linear"] else targets)
+    if folder is not None:
+        lora = PeftConfig.from_pretrained(folder)
+        require((lora.r, lora.lora_alpha) == (config.lora, config.lora_alpha) and targets == ["all-linear"],
+                f"--model {folder}: its adapters go on with --lora {lora.r} --lora-alpha {lora.lora_alpha} and no "
+                "--lora-targets; others begin on the folder that --merge writes")
+    with explained("--lora-targets", "name linear layers of the model"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for(config.seed, "lora"))
+        policy.load_adapter(folder, is_trainable=True) if folder else policy.add_adapter(lora)
+    require(not hasattr(policy.get_output_embeddings(), "lora_A"),
+            "--lora-targets: the output head takes no adapter; name layers below it")
+    for p in policy.parameters():
+        p.data = p.data.to(torch.float32 if p.requires_grad or config.dtype == "float32" else torch.bfloat16)
+    for module in policy.modules():
+        if hasattr(module, "lora_A"):  # autocast casts what it must; peft would keep a copy for each adapter
+            module.cast_input_dtype_enabled = False
+
+def trained(policy: Module) -> dict[str, Tensor]:
+    """The parameters that training changes, by name: all of them, or with --lora the adapters."""
+    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
+
+def sampled_hash(model: Module) -> str:
+    """A hash of every tensor's name, shape and some 1,000 of its values, by which a model is known again at once."""
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        digest.update(f"{name} {list(p.shape)}".encode())
+        digest.update(p.detach().flatten()[:: p.numel() // 1000 | 1].float().numpy().tobytes())
+    return digest.hexdigest()
+
 def shard(policy: Module, layers: list[Module], device: torch.device, config: Config) -> None:
     """FSDP2: each rank keeps its part of every layer's weights, and gathers a layer when it is needed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-    mesh, mixed = dist.init_device_mesh(device.type, (world_size(),)), config.dtype == "mixed"
+    mesh, mixed = dist.init_device_mesh(device.type, (world_size(),)), is_mixed(config)
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
     for module in [*layers, policy]:  # resharded, so that parameters() are always the shards
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -1184,8 +1260,8 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
     window = "sliding" if getattr(text, "sliding_window", None) else "full_attention"
     kinds = set(getattr(text, "layer_types", None) or [window])
     pair = [Sequence([1, 2, 3, 4], [5, 6, 7]), Sequence([1, 2, 3, 4], [7, 6])]
-    if text._attn_implementation != "sdpa" or kinds != {"full_attention"}:
-        return False
+    if text._attn_implementation != "sdpa" or kinds != {"full_attention"} or policy.device.type == "meta":
+        return kinds == {"full_attention"} and text._attn_implementation == "sdpa"
     eager = torch.compiler.set_stance("force_eager")
     with contextlib.suppress(Exception), mixed_precision(policy.device, config), eager:  # may raise anything
         apart = log_probs(policy, pair)[0]
@@ -1204,9 +1280,13 @@ def pays_mixed(policy: Module, device: torch.device) -> bool:
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return has_bf16 and sum(p.numel() for p in policy.parameters()) >= 20_000_000
 
+def is_mixed(config: Config) -> bool:
+    """Whether what is trained is fp32 and the products are bf16; adapters are fp32 however --dtype sets the rest."""
+    return config.dtype == "mixed" or (config.dtype == "bfloat16" and config.lora > 0)
+
 def mixed_precision(device: torch.device, config: Config) -> contextlib.AbstractContextManager:
     """bf16 autocast over fp32 weights where --dtype asks for it."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "mixed")
+    return torch.autocast(device.type, torch.bfloat16, enabled=is_mixed(config))
 
 # ---------- Data ------------------------------------------------------------------------------------------------------
 # Rows on disk -> groups of rewarded completions -> batches.
@@ -1902,11 +1982,12 @@ class Reference:
     The reference is, with humanline, the policy as of the last sync; as published, the initial policy, or for DPO and
     KTO online the old policy (the authors' rounds). The old policy drew the rollouts; see `takes_old_policy`.
 
-    **copy** keeps a second model, which computes each batch's log-probs when its turn comes. **lookahead** keeps none:
+    **copy** keeps a second model, which computes each batch's log-probs when its turn comes; with --lora it is second
+    adapters, put aside, which the policy borrows. **lookahead** keeps none:
     at a sync π_ref *is* the policy, so one pass of the policy over the batches up to the next sync yields every
     reference log-prob needed until then. Where that stretch reaches beyond the rollouts, the weights are put aside (not
     a model: no activations, and on a GPU they lie in host memory) and the policy borrows them right after the next
-    ones.
+    ones. With --lora the weights are the adapters alone.
     """
 
     def __init__(self, policy: Module, batches: Batches, config: Config):
@@ -1916,15 +1997,13 @@ class Reference:
                 "--ref lookahead must know when the next sync comes, and --sync-drift does not; use --ref copy")
         require(config.ref != "lookahead" or config.sync_alpha == 1,
                 "--ref lookahead takes the policy as reference, and --sync-alpha below 1 a mixture; use --ref copy")
-        # With rollouts at every step each sync would put the weights aside.
-        needs_copy = config.sync_drift or config.sync_alpha < 1 or (self.syncs and config.sample_every == 1)
-        is_asked = config.kl_beta or not self.apart
+        is_asked, self.copies = config.kl_beta or not self.apart, is_copied(config)
         self.model: Module | None = None
-        if is_asked and (config.ref == "copy" or (config.ref == "auto" and needs_copy)):
+        if self.copies and not config.lora:
             self.model = load_policy(config, policy.device)[0].requires_grad_(False)
         self.weights: list[Tensor] | None = None  # put aside
-        if is_asked and self.apart and self.model is None:
-            self.put_weights_aside()  # the initial policy's, for the whole run
+        if self.model is None and (self.copies or (is_asked and self.apart)):
+            self.put_weights_aside()  # the initial policy's, for the whole run, or as the copy
         self.until = 0  # the last step that the present reference serves
         if config.stale in TAPERS and not config.sample_every:  # unknown samplers: the initial policy stands in
             unknown = [s for unit in batches.units_until(config.steps) for s in unit if s.sampler_logps is None]
@@ -1932,10 +2011,12 @@ class Reference:
 
     def sync(self, step: int) -> None:
         """π_ref ← π_θ, for the steps after `step`."""
-        if self.model is not None:
+        if self.copies:
+            targets, alpha = self.weights if self.model is None else self.model.parameters(), self.config.sync_alpha
             with torch.no_grad():
-                for target, value in zip(self.model.parameters(), self.policy.parameters()):
-                    target.lerp_(value, self.config.sync_alpha) if self.config.sync_alpha < 1 else target.copy_(value)
+                for target, value in zip(map(local_part, targets), trained(self.policy).values()):
+                    value = local_part(value).to(target.device)
+                    target.lerp_(value, alpha) if alpha < 1 else target.copy_(value)
             return
         known_until = self.batches.rollouts_until if self.config.sample_every else self.config.steps
         self.until = self.config.steps if self.syncs else known_until
@@ -1965,13 +2046,13 @@ class Reference:
         if self.apart:
             if until > step:
                 self.attach_to_pending("old_logps", step, until)
-            if self.weights is not None:
+            if self.weights is not None and not self.copies:
                 with self.borrowed_weights():
                     self.attach_to_pending("ref_logps", step, until)
         elif not self.syncs:
-            if self.model is not None or until > step:
+            if self.copies or until > step:
                 self.sync(step - 1)
-        elif self.weights is not None:
+        elif self.weights is not None and not self.copies:
             with self.borrowed_weights():
                 self.look_ahead(step - 1)
             if until >= self.until:
@@ -1979,18 +2060,19 @@ class Reference:
 
     def attach_to_batch(self, batch: Batch) -> None:
         """A copy computes a batch's log-probs when its turn comes; looking ahead has computed them before."""
-        if self.model is not None:
-            attach_logps("ref_logps", self.model, batch, self.config)
+        if self.copies:
+            with self.borrowed_weights() if self.model is None else contextlib.nullcontext():
+                attach_logps("ref_logps", self.model or self.policy, batch, self.config)
 
     def put_weights_aside(self) -> None:
-        self.weights = [local_part(p.detach()).to("cpu", copy=True) for p in self.policy.parameters()]
+        self.weights = [local_part(p.detach()).to("cpu", copy=True) for p in trained(self.policy).values()]
 
     @contextlib.contextmanager
     def borrowed_weights(self) -> Iterator[None]:
         """The policy with the reference's weights, for the length of a `with`. They change places some rows at a time,
         so that no more memory is needed."""
         def swap() -> None:
-            for p, aside in zip(self.policy.parameters(), self.weights):
+            for p, aside in zip(trained(self.policy).values(), self.weights):
                 rows = (torch.atleast_1d(tensor).split(4096) for tensor in (local_part(p.detach()), aside))
                 for weight, other in zip(*rows):
                     present = weight.to("cpu", copy=True)
@@ -2002,6 +2084,13 @@ class Reference:
             yield
         finally:
             swap()
+
+def is_copied(config: Config) -> bool:
+    """Whether the reference is a copy, and does not look ahead."""
+    # With rollouts at every step each sync would put the weights aside.
+    needs_copy = config.sync_drift or config.sync_alpha < 1 or (is_synced(config) and config.sample_every == 1)
+    is_asked = config.kl_beta or not takes_old_policy(config)
+    return bool(is_asked and (config.ref == "copy" or (config.ref == "auto" and needs_copy)))
 
 def attach_logps(name: Literal["ref_logps", "old_logps", "sampler_logps"], model: Module, batch: Batch,
                  config: Config) -> None:
@@ -2042,8 +2131,8 @@ def fit_memory(work: Callable[[], Any], sequences: list[Sequence], config: Confi
                 raise  # sharded, the other ranks are in the middle of an exchange
             reason, longest = str(error).splitlines()[0], max(map(len, sequences))
         if config.microbatch_tokens <= longest:
-            raise MemoryError(f"out of memory with one sequence of {longest} tokens at a time ({reason:.200}); take a "
-                              "smaller model, a lower --max-length, --checkpoint-activations or --shard")
+            raise MemoryError(f"out of memory with one sequence of {longest} tokens at a time ({reason:.200}); --plan "
+                              f"says what takes it; {less_memory(config)}")
         config.microbatch_tokens = math.ceil(config.microbatch_tokens / 2)
         warn(f"out of memory; from here on --microbatch-tokens {config.microbatch_tokens}, which changes no result")
 
@@ -2373,7 +2462,7 @@ class Saver:
 
     def save(self, policy: Module, optimizer: torch.optim.Optimizer, reference: Reference, step: int) -> None:
         self.wait()
-        parameters, batches = dict(policy.named_parameters()), reference.batches
+        parameters, batches = trained(policy), reference.batches
         moments = {f"{key}:{name}": v for name, p in parameters.items() for key, v in optimizer.state[p].items()}
         files = dict(policy=self.copy("policy", parameters), optimizer=self.copy("optimizer", moments))
         if reference.model is not None:
@@ -2381,8 +2470,9 @@ class Saver:
         elif reference.weights is not None:
             with reference.borrowed_weights():
                 files["reference"] = self.copy("reference", parameters)
-        state = dict(step=step, reference_until=reference.until, made_until=batches.made_until,
-                     rollouts_until=batches.rollouts_until, settings=dict(vars(self.config)), data=batches.fingerprint,
+        state = dict(step=step, base=getattr(policy, "base_hash", None), reference_until=reference.until,
+                     made_until=batches.made_until, rollouts_until=batches.rollouts_until,
+                     settings=dict(vars(self.config)), data=batches.fingerprint,
                      batches=[snapshot(batch) for batch in batches.pending])
         if rank() == 0:
             self.writing = self.writer.submit(self.write, self.folder / f"step-{step:08d}", files, state)
@@ -2458,8 +2548,9 @@ def find_checkpoint(config: Config) -> Path | None:
     return None
 
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
-FREE_ON_RESUME = ("steps out save_every keep resume config on_collapse eval_data eval_every eval_prompts eval_samples "
-                  "eval_greedy eval_temperature eval_top_p microbatch_tokens share_prompts compile shard untyped "
+FREE_ON_RESUME = ("steps out save_every keep resume config merge on_collapse eval_data eval_every eval_prompts "
+                  "eval_samples eval_greedy eval_temperature eval_top_p microbatch_tokens share_prompts compile shard "
+                  "untyped "
                   "checkpoint_activations track rollouts").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
@@ -2472,14 +2563,16 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         require(name in FREE_ON_RESUME or value == settings.get(name), f"--resume {path}: the run has {flag_of(name)} "
                 f"{settings.get(name)}, not {value}; resume it with its own config.toml")
     require(state.get("data") == batches.fingerprint, f"--resume {path}: the rows of --data have changed since then")
+    require(state.get("base") == getattr(policy, "base_hash", None), f"--resume {path}: its adapters belong to other "
+            f"weights than those that {config.model} now holds; name the model that the run began with")
     require(state["step"] <= config.steps <= settings["steps"],
             f"--resume {path}: it has done {state['step']} of its planned {settings['steps']} steps, so --steps "
             f"{config.steps} must lie between; for more, start a run with --model {Path(config.out, 'final')}")
 
     def put_back(kind: str, model: Module) -> None:
-        saved = load_file(path / f"{kind}.safetensors")
-        for name, p in model.named_parameters():
-            copy_full(p, saved[name])
+        parameters = dict(model.named_parameters())
+        for name, value in load_file(path / f"{kind}.safetensors").items():
+            copy_full(parameters[name], value)
 
     if reference.model is not None:
         put_back("reference", reference.model)
@@ -2514,7 +2607,7 @@ def restore_batch(saved: dict) -> Batch:
 
 MODEL_CARD = """\
 ---
-library_name: transformers
+library_name: {library}
 pipeline_tag: text-generation
 base_model: {base}
 tags: [humanline, {loss}]
@@ -2531,16 +2624,24 @@ See [Humanline: Online Alignment as Perceptual Loss](https://arxiv.org/abs/2509.
 """
 
 def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> None:
-    """An ordinary Hugging Face folder."""
+    """An ordinary Hugging Face folder, or with --lora a peft folder, unless --merge."""
     every, distinct = (dict(policy.named_parameters(remove_duplicate=once)) for once in (False, True))
+    names = trained(policy) if config.lora else distinct.keys() | policy.state_dict().keys() - every.keys()
     weights = {name: full(value.detach()).cpu() for name, value in policy.state_dict().items()
-               if name in distinct or name not in every}  # a tied head, once
+               if name in names}  # a tied head, once
 
     def write(path: Path) -> None:
         with new_folder(path, hashed=False) as folder:
             policy.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
-            card = MODEL_CARD.format(**vars(config) | in_words(config), settings=to_toml(config))
+            if config.merge:  # with the base's own weights, which training may have rounded to bf16
+                plain = Config(model=str(folder), dtype="bfloat16" if config.dtype == "bfloat16" else "float32",
+                               compile=False, trust_remote_code=config.trust_remote_code)
+                load_policy(plain, torch.device("cpu"))[0].save_pretrained(folder)
+                for file in folder.glob("adapter_*"):
+                    file.unlink()
+            words = in_words(config) | dict(library="peft" if config.lora and not config.merge else "transformers")
+            card = MODEL_CARD.format(**vars(config) | words, settings=to_toml(config))
             (folder / "README.md").write_text(card, encoding="utf-8")
 
     if rank() == 0:
@@ -2552,6 +2653,113 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> No
                 write(rescue)
             where = f"the model is in {rescue}" if rescue.exists() else f"nor {rescue}; the weights are lost"
             raise OSError(f"could not write {path} ({error}); {where}") from error
+
+# ---------- The plan --------------------------------------------------------------------------------------------------
+# How much memory a run takes, from a forward and backward pass over tensors without values.
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the fake tensors that are made, and the most at one time. What has real operands alone, such
+    as labels, which decide shapes, is computed for real."""
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        super().__init__()
+        self.now, self.peak, self.storages = 0, 0, weakref.WeakSet(p.untyped_storage() for p in parameters)
+
+    def __torch_dispatch__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_real = operands and not any(isinstance(tensor, FakeTensor) for tensor in operands)
+        with unset_fake_temporarily() if is_real else contextlib.nullcontext():
+            results = function(*args, **(kwargs or {}))
+        for storage in [leaf.untyped_storage() for leaf in tree_leaves(results) if isinstance(leaf, FakeTensor)]:
+            if storage not in self.storages:
+                self.storages.add(storage)
+                self.count(storage.nbytes())
+                weakref.finalize(storage, self.count, -storage.nbytes())
+        return results
+
+    def count(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+def plan(config: Config) -> None:
+    """Print what each rank of a run holds at its peak, told from the first batches, and what would take less. Sharded,
+    without the layers that are gathered for a moment."""
+    go_offline_without_hub(config)
+    device = join_ranks()
+    rows = [row for source in config.data for row in read_rows(source, config, "--data")]
+    policy, tokenizer = load_policy(config, device, has_weights=False)
+    sampler = Sampler(policy, tokenizer, dataclasses.replace(config, reward=(), eval_data=None))
+    batches = Batches(config, encode_rows(rows, sampler, online=bool(config.sample_every)), sampler.longest)
+    config.steps, new, size = config.steps or batches.steps_per_epoch, config.max_new_tokens, config.group_size
+    prompts = batches.next_prompts(1) if config.sample_every else []
+    if config.sample_every:  # with the longest completions that there can be
+        batches.add_rollouts([dataclasses.replace(group, completions=[[0] * new] * size, rewards=[*range(size)])
+                              for group in prompts], 1)
+    else:
+        batches.make_offline(min(config.steps, 64))
+    area = lambda part: len(forward_rows(part)) * max(map(width, forward_rows(part)), default=0)
+    is_idle, microbatches = LOSSES[config.loss].is_idle, []
+    for batch in batches.pending:
+        microbatches.append(cut([s for s in batch.sequences if not is_idle(s, config)], config))
+    parts = max(microbatches, key=lambda parts: max(map(area, parts), default=0))
+    largest = max(parts, key=area)
+    program = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else 0
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        policy.to_empty(device="cpu")
+        policy.tie_weights()
+    training, sampling = (LiveBytes(policy.parameters()) for _ in range(2))
+
+    def compute(ids: Tensor, labels: Tensor, temperature: float, note_entropy: Any, **layout: Tensor) -> Tensor:
+        layout = {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
+        for _ in parts[:2]:  # the second finds the first one's gradients
+            with fake, training:
+                with mixed_precision(policy.device, config):
+                    logps = completion_logps(policy, fake.from_tensor(ids), labels, temperature, note_entropy, **layout)
+                logps.sum().backward()
+        return torch.zeros(labels.shape)
+
+    policy.completion_logps = compute
+    log_probs(policy, largest, logits_temperature(config), lambda entropies: None)
+    drawn = max(len(prompts) * size, config.eval_prompts * config.eval_samples if config.eval_data else 0)
+    longest = max(len(group.prompt) for group in batches.groups)
+    count = min(math.ceil(drawn / world_size()), config.sample_tokens // (longest + new))
+    if count:
+        with fake, sampling, torch.no_grad(), mixed_precision(policy.device, config):
+            ids = torch.zeros(count, longest, dtype=torch.long)
+            out = policy.eval()(input_ids=ids, use_cache=True, logits_to_keep=1)
+        cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
+        # `sample` holds six tensors of the size of the last position's logits.
+        sampling.peak = max(sampling.peak, cache * (longest + new) // longest + 6 * 4 * out.logits.numel())
+
+    ranks, copies = world_size() if config.shard else 1, is_copied(config)
+    weights, changed = (sum(p.nbytes for p in group) // ranks
+                        for group in (policy.parameters(), trained(policy).values()))
+    is_aside = config.lora if copies else config.sample_every and (is_synced(config) or config.kl_beta)
+    aside = changed * (bool(is_aside) + (config.on_collapse == "restore"))
+    host = "" if device.type == "cpu" else ", in host memory"
+    held = {"the program": program, "weights": weights, "AdamW's moments": 2 * changed,
+            "the reference, a second model": weights if copies and not config.lora else 0,
+            f"weights put aside{host}": aside,
+            f"a checkpoint on its way to the disk{host}": 3 * changed * (0 < config.save_every <= config.steps)}
+    work = {"gradients": changed,
+            f"activations and log-probs ({len(forward_rows(largest))} rows, {area(largest):,} tokens)":
+                max(0, training.peak - changed * ranks)}
+    drawing = {f"or in their place sampling ({count} x ({longest} + {new}) tokens)": sampling.peak}
+    most = max(sum(work.values()), sampling.peak)
+    holes = {"holes between them, some quarter": most // 4 if device.type == "cpu" else 0}
+    peak = sum(size for name, size in (held | holes).items() if not host or host not in name) + most
+    if rank() == 0:
+        for name, size in (held | work | drawing | holes | {"in all, on each rank": peak}).items():
+            print(f"{size / 2**20:>10,.0f} MiB  {name}") if size else None
+        print(less_memory(config))
+
+def less_memory(config: Config) -> str:
+    """What takes less memory and is not asked for yet."""
+    must_copy = config.lora or config.sync_drift or config.sync_alpha < 1
+    ways = {"--lora 16": config.lora, "--ref lookahead": must_copy or not is_copied(config),
+            "--checkpoint-activations": config.checkpoint_activations, "--shard": config.shard}
+    return f"less takes: {', '.join(way for way, is_set in ways.items() if not is_set)}, a lower --max-length"
 
 # ---------- The command line ------------------------------------------------------------------------------------------
 
@@ -2576,10 +2784,13 @@ def main(argv: list[str] | None = None) -> int:
         if config.resume == "latest" and Path(config.out, "final").exists():
             print(f"{config.out} is finished already; the model is in {Path(config.out, 'final')}")
             return 0
-        run = train(config)
-        if rank() == 0:
-            print(last_line(run))
-        status = 128 + run.signal if run.signal else 0  # as the shell says of a process that a signal ended
+        if config.plan:
+            plan(config)
+        else:
+            run = train(config)
+            if rank() == 0:
+                print(last_line(run))
+            status = 128 + run.signal if run.signal else 0  # as the shell says of a process that a signal ended
     except UserError as error:
         time.sleep(3 * (os.environ.get("RANK", "0") != "0"))  # one line, from rank 0, if it has the same to say
         print(f"humanline.py: error: {error}", file=sys.stderr)
@@ -2625,6 +2836,7 @@ def parse_config(argv: list[str]) -> Config:
     defaults |= dict(stale="keep", prior=0.0) if not config.humanline else {}
     if not config.humanline or config.sync_drift is not None:
         defaults["sync_k"] = 0
+    defaults["lr"] = round(defaults["lr"] * (10 if config.lora else 1), 12)
     for name, value in defaults.items():
         if getattr(config, name) is None:
             setattr(config, name, value)
@@ -2655,7 +2867,7 @@ def read_config(path: str) -> Config:
         require(name in names, f"{path}: unknown key '{key}'; {suggest(name, names)}")
         if isinstance(value, bool):
             args.append(flag_of(name if value else f"no_{name}"))
-        elif isinstance(value, list) and name in ("data", "reward"):
+        elif isinstance(value, list) and name in ("data", "reward", "lora_targets"):
             args += [flag_of(name), *map(str, value)]
         else:
             require(isinstance(value, (int, float, str)), f"{path}: {key} = {value!r} must be a single value")
@@ -2674,9 +2886,9 @@ def check_config(config: Config) -> None:
     """Raises UserError for a value that makes no sense, naming the flag and what to type instead."""
     limits = (  # what a value must do, whether it does, and of which fields
         ("be 0 or more", lambda value: 0 <= value < math.inf,
-         "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high prior"),
+         "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high prior lora"),
         ("be 1 or more", lambda value: value >= 1, "max_new_tokens sample_tokens steps max_prompt_length "
-         "microbatch_tokens keep eval_prompts eval_samples limit"),
+         "microbatch_tokens keep eval_prompts eval_samples limit lora_alpha"),
         ("lie from 1 to 1,000,000", lambda value: 1 <= value <= 10**6, "batch_size group_size"),
         ("be 2 or more", lambda value: value >= 2, "max_length"),
         ("be above 0", lambda value: 0 < value < math.inf, "sync_drift gamma_p gamma_r beta_p beta_r beta "
@@ -2695,6 +2907,10 @@ def check_config(config: Config) -> None:
     require(config.reward, "--reward names nothing; write exact, math, model:NAME or FILE.py:function")
     for spec in config.reward:
         split_reward(spec)
+    require(not config.lora or importlib.util.find_spec("peft"), "--lora: a package is not installed; pip install peft")
+    for name in () if config.lora else ("lora_alpha", "lora_targets", "merge"):
+        require(getattr(config, name) == getattr(Config, name),
+                f"{flag_of(name)} is about adapters; it needs --lora RANK")
     require(config.prompt_template is None or re.search(r"\{[a-zA-Z]\w*\}", config.prompt_template),
             "--prompt-template has no {prompt}, the place where the row's prompt goes")
     require(not config.sample_every or config.group_size > 1, "--group-size 1 leaves nothing to compare; use 2 or more")
@@ -2709,7 +2925,7 @@ def to_toml(config: Config) -> str:
     loss they may come to something else. Where the run lies is left to the next one."""
     lines = ["# python humanline.py --config THIS_FILE repeats the run. Behind a # stand defaults.\n"]
     for name, value in vars(config).items():
-        if value is not None and name not in ("out", "config", "resume", "untyped"):
+        if value is not None and name not in ("out", "config", "resume", "plan", "untyped"):
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             is_default = name in config.untyped and name not in ("loss", "model", "data", "seed")
             lines.append(f"{'# ' * is_default}{name} = {text}\n")
@@ -2742,11 +2958,13 @@ def describe(config: Config, policy: Module, groups: list[Group], reference: Ref
     """Say what is about to be done."""
     words, size = in_words(config), sum(p.numel() for p in policy.parameters())
     source = f"drawn every {config.sample_every} steps" if config.sample_every else "the data's own (offline)"
-    by = f" (by {'lookahead' if reference.model is None else 'copy'})" if config.kl_beta or not reference.apart else ""
+    by = f" (by {'copy' if reference.copies else 'lookahead'})" if config.kl_beta or not reference.apart else ""
     if config.top_p < 1 and config.sample_every:
         warn(f"--top-p {config.top_p}: completions are drawn from a cut distribution, and the log-probs that train on "
              "them are of the whole one, so the ratio is not quite the sampler's")
-    print(f"model       {config.model}, {size / 1e6:.2f} M parameters on {policy.device}\n"
+    adapters = sum(p.numel() for p in trained(policy).values()) if config.lora else 0
+    some = f", {adapters / 1e6:.2f} M of them in adapters of rank {config.lora}" if config.lora else ""
+    print(f"model       {config.model}, {size / 1e6:.2f} M parameters{some} on {policy.device}\n"
           f"data        {words['sources']}, {len(groups):,} prompts; completions {source}\n"
           f"objective   {config.loss}; {words['anchor']}{by}; perception: {words['perceived']}\n"
           f"steps       {first} to {config.steps}, batches of {config.batch_size}, lr {config.lr:g}", flush=True)

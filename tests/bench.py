@@ -10,6 +10,8 @@
   python tests/bench.py --what decoding                # ways to sample: a growing cache, a static one, generate_batch
   python tests/bench.py --what watching --real FOLDER  # what rollouts on disk and the health metrics add to a step
   python tests/bench.py --what idle --real FOLDER      # a step of which 60 % of the groups have no difference
+  python tests/bench.py --what lora --real FOLDER      # adapters against all weights; what a moving reference adds
+  python tests/bench.py --what plan --real FOLDER      # what --plan says, against the peak of the process
   python tests/bench.py --gpu                          # GPU sizes: 0.5 B parameters, completions of 256 to 768 tokens
 
 The workload: batches of 8 (pairs, examples, or one group of 8 samples), prompts of 64 tokens, completions of 64 to 192
@@ -124,8 +126,9 @@ sys.exit(status)
 """
 
 
-def ours(folder: Path, load: Workload, loss: str, more: str = "", threads: int | None = None, ranks: int = 1) -> dict:
-    """Steps of humanline.py: seconds each, peak MiB."""
+def ours(folder: Path, load: Workload, loss: str, more: str = "", threads: int | None = None,
+         ranks: int = 1) -> dict | str:
+    """Steps of humanline.py: seconds each, peak MiB. With --plan what that says of the peak."""
     with tempfile.TemporaryDirectory() as out:
         flags = (f"--model {folder / 'model'} --data {folder / loss}.jsonl --loss {loss} --steps {load.steps} "
                  f"--batch-size {load.batch} --out {out}/run")
@@ -139,10 +142,13 @@ def ours(folder: Path, load: Workload, loss: str, more: str = "", threads: int |
         start += ["-c", ON_GPU, str(ROOT)] if load is GPU else [str(ROOT / "humanline.py")]
         environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         output, peak = measured([*start, *flags.split(), *more.split()], environment)
+        if "--plan" in more:
+            return output.partition(" MiB  in all")[0].split()[-1].replace(",", "")
         peak = int(output.splitlines()[-1]) if load is GPU else peak
         lines = [json.loads(line) for line in Path(out, "run", "metrics.jsonl").read_text().splitlines()]
+        saved = sum(file.stat().st_size for file in Path(out).glob("run/checkpoint/*/*"))
     return dict(seconds=[line["step_seconds"] for line in lines[WARMUP:]], peak=peak, first=lines[0]["step_seconds"],
-                tokens=[line["tokens"] for line in lines[WARMUP:]])
+                tokens=[line["tokens"] for line in lines[WARMUP:]], saved=saved)
 
 
 TRL = """
@@ -188,6 +194,58 @@ def theirs(folder: Path, load: Workload, loss: str, python: str) -> dict:
     output, _ = measured([python, "-c", TRL, str(folder), loss, json.dumps(vars(load))], {})
     result = json.loads(output.splitlines()[-1])
     return dict(seconds=result["seconds"][WARMUP:], peak=result["peak"])
+
+
+def real_rows(folder: Path, count: int) -> str:
+    """Pairs of common words, with the mean lengths of HH-RLHF's: with SmolLM2's template prompts of 149 tokens and
+    completions of 46."""
+    words = ("the of and to in is you that it he was for on are as with his they at be this from have or by one "
+             "had not but what all were when we there can an your which their said if do will each about how").split()
+    chance = random.Random(0)
+    text = lambda low, high: " ".join(chance.choices(words, k=chance.randint(low, high)))
+    rows = [dict(prompt=text(40, 190), chosen=text(20, 72), rejected=text(20, 72)) for _ in range(count)]
+    (folder / "real.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "real.jsonl")
+
+
+def lora(folder: Path, load: Workload, real: str | None, rounds: int) -> None:
+    """DPO on a real model, with all weights and with adapters of rank 16."""
+    data = real_rows(folder, load.batch * load.steps)
+    common = f"--model {real or 'embedded'} --data {data} --save-every {load.steps}"
+    ways = {"all weights, --sync-k 1": "--sync-k 1", "--lora 16 --sync-k 1": "--lora 16 --sync-k 1",
+            "--lora 16 --no-humanline": "--lora 16 --no-humanline"}
+    runs = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, flags in ways.items():
+            runs[name].append(ours(folder, load, "dpo", f"{common} {flags}"))
+    rows = [[f"DPO, batches of {load.batch}", "step", "peak MiB", "checkpoint MiB"]]
+    of = {key: {name: middle(runs[name], key) for name in ways} for key in ("seconds", "peak", "saved")}
+    rows += [[name, f"{of['seconds'][name]:.2f} s", f"{of['peak'][name]:.0f}", f"{of['saved'][name] / 2**20:.0f}"]
+             for name in ways]
+    full, adapters, plain = ways
+    for a, b in ((adapters, full), (adapters, plain)):
+        rows.append([f"{a} / {b}", *(f"{of[key][a] / of[key][b]:.3f}" for key in ("seconds", "peak", "saved"))])
+    table(rows)
+
+
+def planned(folder: Path, load: Workload, real: str | None) -> None:
+    """The peak memory that --plan foresees against the process's, in settings that take it in different ways."""
+    load = replace(load, steps=3, new=32)
+    common = f"--model {real or 'embedded'} --data {real_rows(folder, load.batch * load.steps)} --save-every 0"
+    settings = {"dpo, all weights": "", "dpo, all weights, copy": "--ref copy", "kto, all weights": "",
+                "grpo-offline, all weights": "--batch-size 8", "dpo, LoRA": "--lora 16",
+                "dpo, LoRA, copy": "--lora 16 --ref copy",
+                "kto, LoRA": "--lora 16", "grpo, LoRA, online": "--lora 16 --batch-size 4",
+                "dpo, LoRA, checkpointed": "--lora 16 --checkpoint-activations"}
+    rows = [["", "--plan, MiB", "measured, MiB", "ratio", "--plan takes"]]
+    for name, flags in settings.items():
+        loss, flags = name.partition(",")[0], f"{common} {flags}"
+        began = time.perf_counter()
+        said = float(ours(folder, load, loss, f"{flags} --plan"))
+        seconds, peak = time.perf_counter() - began, ours(folder, load, loss, flags)["peak"]
+        rows.append([name, f"{said:.0f}", f"{peak:.0f}", f"{said / peak:.2f}", f"{seconds:.0f} s"])
+        print(rows[-1], file=sys.stderr)
+    table(rows)
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
@@ -491,7 +549,8 @@ def decoding(folder: Path, load: Workload, rounds: int) -> None:
     table(rows)
 
 
-def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "online", "decoding", "watching", "idle"] = "steps",
+def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "online", "decoding", "watching", "idle",
+                        "lora", "plan"] = "steps",
          losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None, gpu: bool = False,
          train_steps: int = 8, real: str | None = None) -> None:
     """Measure, and print a table.
@@ -503,7 +562,7 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
         trl_python: a Python that has TRL installed; this one if it has.
         gpu: GPU sizes.
         train_steps: steps of each run, of which the first two do not count.
-        real: the folder of a real model, for watching and idle; without it the embedded one.
+        real: the folder of a real model, for watching, idle, lora and plan; without it the embedded one.
     """
     global GPU
     GPU = replace(GPU, steps=train_steps)
@@ -520,6 +579,8 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
             write_workload(folder, load)
         {"watching": lambda: watching(real, rounds),
          "idle": lambda: idle(real, rounds),
+         "lora": lambda: lora(folder, load, real, rounds),
+         "plan": lambda: planned(folder, load, real),
          "online": lambda: online(folder, load, rounds),
          "decoding": lambda: decoding(folder, load, rounds),
          "steps": lambda: steps(folder, load, losses, rounds, trl_python),

@@ -2,6 +2,7 @@
 
   python tests/kills.py 20                   # the embedded model
   python tests/kills.py 5 --real FOLDER      # a real model (smollm2.py makes one)
+  python tests/kills.py 20 --more="--lora 4 --sync-k 3"   # with these flags, too
 
 Each kill is a SIGKILL, after a random part of the time that the whole run takes: while loading, drawing, rewarding,
 training, saving or ending. Compared are the final weights and, bit for bit, rollouts.jsonl, eval_rollouts.jsonl and
@@ -26,7 +27,7 @@ REAL = ("--config configs/smollm2-135m-grpo-online.toml --reward configs/rewards
 
 def contents(folder: Path) -> dict[str, object]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {"weights": (folder / "final" / "model.safetensors").read_bytes(),
+    return {"weights": [file.read_bytes() for file in sorted((folder / "final").glob("*.safetensors"))],
             "metrics": [{key: value for key, value in line.items() if "second" not in key} for line in lines],
             "rollouts": (folder / "rollouts.jsonl").read_text(),
             "eval_rollouts": (folder / "eval_rollouts.jsonl").read_text()}
@@ -36,10 +37,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int)
     parser.add_argument("--real", help="the folder of a real model")
+    parser.add_argument("--more", default="", help="more flags of humanline.py")
     parser.add_argument("--seed", type=int, default=0)
     flags, chance = parser.parse_args(), random.Random(0)
     chance.seed(flags.seed)
-    settings = f"{REAL} --model {flags.real}" if flags.real else TINY
+    settings = f"{f'{REAL} --model {flags.real}' if flags.real else TINY} {flags.more}"
 
     def start(out: Path) -> subprocess.Popen:
         command = [sys.executable, "humanline.py", *settings.split(), "--out", str(out), "--resume", "latest"]
