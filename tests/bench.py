@@ -293,34 +293,20 @@ def online(folder: Path, load: Workload, rounds: int) -> None:
 
 @contextlib.contextmanager
 def unwatched():
-    """The program without log-probs of what is sampled, entropies, and rollouts on disk and on the screen."""
+    """The program without entropies, and rollouts on disk and on the screen."""
     import humanline
-    sample, log_ratios, keep = humanline.sample, humanline.log_ratios, humanline.Run.keep_rollouts
-
-    def plain_sample(policy, *args):
-        generate = policy.generate
-
-        def plain_generate(*args, logits_processor, **more):
-            drawn = generate(*args, logits_processor=logits_processor[:-1], **more)
-            logits_processor[-1](drawn, torch.zeros(len(drawn), policy.config.vocab_size))  # once, at the end
-            return drawn
-
-        policy.generate = plain_generate
-        try:
-            return sample(policy, *args)
-        finally:
-            del policy.generate
+    log_ratios, keep = humanline.log_ratios, humanline.Run.keep_rollouts
 
     def plain_log_ratios(policy, sequences, config, note=lambda values: None):
         note(torch.zeros(0))
         return log_ratios(policy, sequences, config)
 
-    humanline.sample, humanline.log_ratios = plain_sample, plain_log_ratios
+    humanline.log_ratios = plain_log_ratios
     humanline.Run.keep_rollouts = lambda *args: {}
     try:
         yield
     finally:
-        humanline.sample, humanline.log_ratios, humanline.Run.keep_rollouts = sample, log_ratios, keep
+        humanline.log_ratios, humanline.Run.keep_rollouts = log_ratios, keep
 
 
 def watching(real: str | None, rounds: int) -> None:
@@ -406,7 +392,7 @@ def saving(load: Workload, rounds: int) -> None:
         for p in policy.parameters():
             moments = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             optimizer.state[p] = dict(step=torch.tensor(1.0), **moments)
-        batches = SimpleNamespace(pending=[], made_until=0, rollouts_until=0)
+        batches = SimpleNamespace(pending=[], made_until=0, rollouts_until=0, drawn_ahead=None)
         reference = SimpleNamespace(model=None, weights=None, until=0, batches=batches)
         saver, waits, totals = humanline.Saver(folder / "checkpoint", config, None), [], []
         for step in range(1, rounds + 1):

@@ -1,4 +1,4 @@
-"""--sampler: what draws may be another process, with weights from a folder; nothing that it does costs the run."""
+"""What draws: `generate`, or with --sampler another process, which gets the weights in a folder and may fail."""
 
 import importlib.util
 import json
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import humanline
 from humanline import UserError
+from test_training import policy_of
 
 # Draws anything, as a function of the seed and of the weights; notes what it was asked and what it answered.
 FAKE = """
@@ -343,3 +344,52 @@ def test_two_ranks_train_on_what_one_sampler_drew(run, sampler, notes, tiny, dat
     first, second = (load_file(folder / "final" / "model.safetensors") for folder in (alone, tmp_path / "two"))
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)
+
+
+# --sampler generate: quicker than `generate` alone would be, with the same probabilities.
+
+PROMPTS = [[40, 41, 42]] * 3 + [[50]] * 2 + [[60, 61]] + [[40, 41, 42]]  # equal neighbours, and not
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(temperature=0.6), dict(top_p=0.8)])
+def test_draws_have_the_probabilities_that_they_report(tiny, settings):
+    policy, _, config = policy_of(tiny, max_new_tokens=1, **settings)
+    count = 20_000
+    drawn = humanline.sample(policy, [[40, 41, 42]] * count, [3], 3, config, 0)
+    reported = {ids[0]: logps[0] for ids, logps in drawn}
+    logits = policy(torch.tensor([[40, 41, 42]])).logits[0, -1].detach() / config.temperature
+    values, order = logits.softmax(-1).sort(descending=True)
+    nucleus = order[: int((values.cumsum(0) < config.top_p).sum()) + 1]
+    expected = torch.full_like(logits, -torch.inf).index_put((nucleus,), logits[nucleus]).softmax(-1)
+    for token, logp in reported.items():
+        assert logp == pytest.approx(float(expected[token].log()), abs=2e-4)
+    counts = torch.bincount(torch.tensor([ids[0] for ids, _ in drawn]), minlength=len(expected))
+    common = expected * count > 5
+    chi_squared = float(((counts - expected * count) ** 2 / (expected * count))[common].sum())
+    freedom = int(common.sum()) - 1
+    assert freedom > 10 and abs(chi_squared - freedom) < 4 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16"])
+@pytest.mark.parametrize("longest, cache", [(2, "StaticCache"), (9, "DynamicCache")])  # than the prompts
+def test_a_prompt_that_is_computed_once_changes_no_completion(tiny, monkeypatch, longest, cache, dtype):
+    policy, _, config = policy_of(tiny, max_new_tokens=longest, temperature=1e-4, dtype=dtype)
+    caches, prompt_cache = [], humanline.prompt_cache
+    monkeypatch.setattr(humanline, "prompt_cache", lambda *args: caches.append(prompt_cache(*args)) or caches[-1])
+    together = humanline.sample(policy, PROMPTS, [3], 3, config, 0)
+    alone = [humanline.sample(policy, [prompt], [3], 3, config, 0)[0] for prompt in PROMPTS]
+    assert type(caches[0]).__name__ == cache and caches[1:] == [None] * len(PROMPTS)
+    if dtype != "bfloat16":  # whose logits have ties, between which the draw is random
+        assert [ids for ids, _ in together] == [ids for ids, _ in alone]
+    config.temperature = 1.0
+    for prompt, (ids, logps) in zip(PROMPTS, humanline.sample(policy, PROMPTS, [3], 3, config, 0)):
+        expected = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        tolerance = 2e-4 if dtype == "float32" else 0.1
+        assert logps == pytest.approx(expected[range(len(ids)), ids].tolist(), abs=tolerance)
+
+
+def test_drawing_leaves_the_global_random_state_alone_and_is_a_function_of_the_seed(tiny):
+    policy, _, config = policy_of(tiny, max_new_tokens=5)
+    state = torch.random.get_rng_state()
+    first, again, other = (humanline.sample(policy, PROMPTS, [3], 3, config, seed) for seed in (1, 1, 2))
+    assert first == again != other and torch.equal(torch.random.get_rng_state(), state)
