@@ -581,7 +581,9 @@ def train(config: Config) -> "Run":
             if float(sum_over_ranks(torch.tensor(float(len(signals))))) and step < config.steps:
                 run.stopped_at, run.signal = step, max([0, *signals])
             if run.stopped_at or (config.save_every and step % config.save_every == 0):
-                run.save(step)
+                if config.draw_ahead:
+                    run.sampler.external.collect()  # a checkpoint holds what is being drawn
+                run.saver.save(policy, optimizer, reference, step)
             if run.stopped_at:
                 break
 
@@ -835,12 +837,6 @@ class Run:
         self.progress = tqdm(range(first, config.steps + 1), desc=config.loss, initial=first - 1, total=config.steps,
                              unit="step", dynamic_ncols=True, **(dict(disable=True) if rank() else {}))
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint, with the completions that are being drawn ahead."""
-        if self.config.draw_ahead:
-            self.sampler.external.collect()
-        self.saver.save(self.policy, self.optimizer, self.reference, step)
-
     def measure(self, step: int) -> dict[str, float]:
         """On --eval-data, if there is any: `accuracy`, the mean reward of fresh samples, for rewards of 0 and 1 that is
         pass@1; and `greedy`, that of the most likely completions, token by token."""
@@ -935,7 +931,7 @@ class Run:
             self.ended, weights = self.kept
             torch._foreach_copy_([local_part(p.detach()) for p in self.policy.parameters()], weights)
             if self.sampler.external:
-                self.sampler.external.note_change()
+                self.sampler.external.changed = True
         self.latest = self.measure(step)
         warn(f"--on-collapse {self.config.on_collapse}: the run ends, and its model is that of step {self.ended}")
 
@@ -1766,13 +1762,9 @@ class ExternalSampler:
         self.sampler, self.batches, self.config, self.process = sampler, batches, sampler.config, None
         self.log = Path(self.config.out, "sampler.log")
         self.request: tuple | None = None  # the one that has no answer yet
-        self.changed, self.versions = True, 0  # whether the folder's weights are older than the policy's; of how many
-        optimizer.register_step_post_hook(self.note_change)
+        self.changed, self.versions = True, 0  # whether the policy has changed since it was written; how often it was
+        optimizer.register_step_post_hook(lambda *_: setattr(self, "changed", True))
         self.folder = from_first_rank(lambda: self.start(stack))
-
-    def note_change(self, *_: Any) -> None:
-        """The policy's weights have changed."""
-        self.changed = True
 
     def start(self, stack: contextlib.ExitStack) -> Path:
         """Start the process, until `stack` closes; returns the folder for weights, in memory where there is room."""
@@ -1780,10 +1772,9 @@ class ExternalSampler:
         path, _, name = config.sampler.rpartition(":")
         if config.sampler == "vllm":
             path, name = str(Path(__file__).with_name("configs") / "sampler_vllm.py"), "sample"
+        devices = dict(CUDA_VISIBLE_DEVICES=config.sampler_devices) if config.sampler_devices else {}
         environment = {key: value for key, value in os.environ.items()  # without what torchrun says of our ranks
-                       if not re.fullmatch("(.*_)?(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC)_.*", key)}
-        if config.sampler_devices is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = config.sampler_devices
+                       if not re.fullmatch("(.*_)?(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC)_.*", key)} | devices
         # The run's own name, by which it finds what it left there when it was killed.
         key = hashlib.sha256(str(Path(config.out).resolve()).encode()).hexdigest()[:12]
         in_memory = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > room
@@ -1826,8 +1817,7 @@ class ExternalSampler:
         vocabulary = len(self.sampler.policy.get_input_embeddings().weight)
 
         def attempt() -> list:
-            answer = self.process.answer(self.config.sampler_seconds)
-            return checked_completions(answer, *request[:3], vocabulary)
+            return checked_completions(self.process.answer(self.config.sampler_seconds), *request[:3], vocabulary)
 
         def from_process() -> list:
             try:

@@ -27,8 +27,11 @@ def sample(prompts: list[list[int]], settings: dict, count: int, seed: int, weig
     """
     global engine, loaded
     if engine is None:
-        engine = LLM(weights, dtype=settings["dtype"], skip_tokenizer_init=True, gpu_memory_utilization=MEMORY,
-                     logprobs_mode="processed_logprobs", tensor_parallel_size=max(1, torch.cuda.device_count()))
+        gpus = torch.cuda.device_count()
+        on_gpus = dict(gpu_memory_utilization=MEMORY, tensor_parallel_size=gpus)
+        on_cpu = dict(kv_cache_memory_bytes=2**30, enforce_eager=True)
+        engine = LLM(weights, dtype=settings["dtype"], skip_tokenizer_init=True, logprobs_mode="processed_logprobs",
+                     **on_gpus if gpus else on_cpu)
     elif weights != loaded:
         engine.collective_rpc("reload_weights", kwargs=dict(weights_path=weights))
         engine.reset_prefix_cache()  # it holds what the old weights made of the prompts

@@ -7,7 +7,7 @@
   python tests/bench.py --what ranks                   # two ranks of one thread against one of two
   python tests/bench.py --what saving                  # how long the loop waits for a checkpoint
   python tests/bench.py --what online                  # offline GRPO with humanline against online GRPO, 256 tokens
-  python tests/bench.py --what decoding                # ways to sample: a growing cache, a static one, generate_batch
+  python tests/bench.py --what decoding [--real FOLDER]  # ways to sample: the trainer's, plain generate, generate_batch
   python tests/bench.py --what watching --real FOLDER  # what rollouts on disk and the health metrics add to a step
   python tests/bench.py --what idle --real FOLDER      # a step of which 60 % of the groups have no difference
   python tests/bench.py --gpu                          # GPU sizes: 0.5 B parameters, completions of 256 to 768 tokens
@@ -410,57 +410,60 @@ def saving(load: Workload, rounds: int) -> None:
     table(rows)
 
 
-def decoding(folder: Path, load: Workload, rounds: int) -> None:
-    """Sampled tokens per second: the trainer's call of `generate`, the same with a static cache, and `generate_batch`.
+def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> None:
+    """Sampled tokens per second: the trainer's own way, `generate` of plain transformers, and `generate_batch`.
 
-    One token of 128 ends a completion, so their lengths differ as those of a real model do.
+    One token of 128 ends a completion, so their lengths differ as those of a real model do. real: 4 groups of 8, prompts
+    of 37 and completions of 28 tokens.
     """
     sys.path.insert(0, str(ROOT))
     import humanline
     from transformers import GenerationConfig
 
     device = torch.device("cuda" if load is GPU and torch.cuda.is_available() else "cpu")
-    config = humanline.Config(model=str(folder / "model"), max_new_tokens=load.new, compile=False, sync_k=1, steps=1,
-                              dtype="bfloat16" if device.type == "cuda" else "float32")
+    new = 28 if real else load.new
+    config = humanline.Config(model=real or str(folder / "model"), max_new_tokens=new, compile=False, sync_k=1, steps=1,
+                              dtype="bfloat16" if device.type == "cuda" else "auto" if real else "float32")
     policy = humanline.load_policy(config, device)[0].eval()
-    chance, count = random.Random(0), 256 if load is GPU else 16
-    lengths = [chance.randint(load.prompt // 2, load.prompt) for _ in range(count)]
-    prompts = [chance.choices(range(10, load.vocabulary), k=length) for length in lengths]
-    stops = list(range(0, load.vocabulary, 128))
-    settings = dict(do_sample=True, top_k=0, max_new_tokens=load.new, eos_token_id=stops, pad_token_id=0)
+    chance, count = random.Random(0), 256 if load is GPU else 32 if real else 16
+    lengths = [37 if real else chance.randint(load.prompt // 2, load.prompt) for _ in range(count)]
+    prompts = [chance.choices(range(10, policy.config.vocab_size), k=length) for length in lengths]
+    prompts = [prompts[i - i % 8] for i in range(count)] if real else prompts
+    stops = [] if real else list(range(0, load.vocabulary, 128))
+    settings = dict(do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=stops or None, pad_token_id=0)
 
-    def static() -> int:
+    def plain() -> int:
         ones = [[1] * len(prompt) for prompt in prompts]
         ids, mask = (humanline.padded(rows, 0, "left").to(device) for rows in (prompts, ones))
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), humanline.mixed_precision(device, config):
             torch.manual_seed(0)
-            fixed = GenerationConfig(cache_implementation="static", **settings)
-            drawn = policy.generate(ids, attention_mask=mask, generation_config=fixed)
-        return int(((drawn[:, ids.shape[1] :] % 128 == 0).cumsum(1) == 0).sum()) + count
+            drawn = policy.generate(ids, attention_mask=mask, generation_config=GenerationConfig(**settings))
+        return new * count if real else int(((drawn[:, ids.shape[1] :] % 128 == 0).cumsum(1) == 0).sum()) + count
 
     def continuous() -> int:
         with torch.no_grad():
             drawn = policy.generate_batch(inputs=prompts, generation_config=GenerationConfig(**settings))
         return sum(len(output.generated_tokens) for output in drawn.values())
 
-    trainers = lambda: sum(map(len, (ids for ids, _ in humanline.sample(policy, prompts, stops, 0, config, 0))))
-    ways = {"generate, as the trainer calls it": trainers, "generate, static cache": static,
-            "generate_batch (continuous batching)": continuous}
-    rates = {name: [] for name in ways}
+    trainers = lambda: sum(map(len, (ids for ids, _ in humanline.sample(policy, prompts, stops or [-1], 0, config, 0))))
+    ways = {"as the trainer samples": trainers, "generate, plain": plain}
+    ways |= {} if real else {"generate_batch (continuous batching)": continuous}
+    rates, busy = ({name: [] for name in ways} for _ in range(2))
     for _ in range(1 + rounds):  # the first compiles
         for name, way in ways.items():
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             try:
                 tokens = way()
             except Exception as error:  # not every machine has every way
-                rates[name].append(math.nan)
+                tokens = math.nan
                 print(f"{name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
-                continue
             rates[name].append(tokens / (time.perf_counter() - start))
-    rows = [[f"{count} prompts, completions of at most {load.new} tokens", "tokens/s", "ratio"]]
+            busy[name].append(tokens / (time.process_time() - used))
+    rows = [[f"{count} prompts, completions of at most {new} tokens", "tokens/s", "ratio", "tokens per CPU second"]]
     medians = {name: statistics.median(rates[name][1:]) for name in ways}
     first = next(iter(medians.values()))
-    rows += [[name, f"{median:,.0f}", f"{median / first:.2f}"] for name, median in medians.items()]
+    rows += [[name, f"{median:,.0f}", f"{median / first:.2f}", f"{statistics.median(busy[name][1:]):,.0f}"]
+             for name, median in medians.items()]
     table(rows)
 
 
@@ -476,7 +479,7 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
         trl_python: a Python that has TRL installed; this one if it has.
         gpu: GPU sizes.
         train_steps: steps of each run, of which the first two do not count.
-        real: the folder of a real model, for watching and idle; without it the embedded one.
+        real: the folder of a real model, for watching, idle (without it the embedded one) and decoding.
     """
     global GPU
     GPU = replace(GPU, steps=train_steps)
@@ -494,7 +497,7 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
         {"watching": lambda: watching(real, rounds),
          "idle": lambda: idle(real, rounds),
          "online": lambda: online(folder, load, rounds),
-         "decoding": lambda: decoding(folder, load, rounds),
+         "decoding": lambda: decoding(folder, load, rounds, real),
          "steps": lambda: steps(folder, load, losses, rounds, trl_python),
          "overhead": lambda: overhead(folder, load, losses, rounds),
          "scaling": lambda: scaling(load, rounds),
