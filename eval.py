@@ -860,8 +860,8 @@ def load_judge(spec: str, config: Config) -> Callable[..., list[float]]:
     if not Path(file).is_file() or not file.endswith(".py"):
         raise UserError(f"--judge {spec}: no such file; write FILE.py:function")
     with humanline.explained(f"--judge {spec}", "write FILE.py:function, a function(prompts, first, second, rows)"):
-        process = humanline.RewardProcess(file, name)
-    return lambda *pairs: process("reward", *pairs, limit=config.reward_seconds * math.sqrt(len(pairs[0])))
+        process = humanline.FunctionProcess(file, name)
+    return lambda *pairs: process("call", *pairs, limit=config.reward_seconds * math.sqrt(len(pairs[0])))
 
 
 def ask_twice(judge: Callable[..., list[float]], spec: str, prompts: list, first: list[str], second: list[str],

@@ -166,6 +166,15 @@ class Config:
     max_new_tokens: int | None = None  # Longest completion drawn. Default: 8 with the embedded model, else 512.
     sample_tokens: int = 65536
     """Largest (prompt + new tokens) x sequences in one call of `generate`; lower it if sampling runs out of memory."""
+    sampler: str = "generate"
+    """What draws: the model's own `generate`; `vllm`; or `FILE.py:function`, to be copied from
+    configs/sampler_vllm.py. These work in a process that lives as long as the run, and get the weights in a folder."""
+    sampler_python: str | None = None  # The interpreter for such a sampler, say vllm/bin/python. Default: this one.
+    sampler_devices: str | None = None  # Its GPUs, such as 6,7. Default: all that this process may see.
+    sampler_seconds: float = 3600.0  # Its time limit, from a request for completions to the answer.
+    draw_ahead: bool = False
+    """With such a sampler: have the next completions drawn while these are trained on, by the weights that drew these;
+    so all but the first are one drawing older. A checkpoint waits for those that are being drawn."""
 
     # The loop.
     steps: int | None = None  # Optimizer steps. Default: 256 with the embedded model, else one pass over the data.
@@ -422,7 +431,7 @@ class Sequence:
     weight: float = 1.0  # KTO: λ_D or λ_U
     ref_logps: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t); None: the reference is the policy
     old_logps: Tensor | None = None  # the same of the old policy, where the loss needs both; see `takes_old_policy`
-    sampler_logps: Tensor | None = None  # the same of whatever produced the completion, for --stale taper
+    sampler_logps: Tensor | None = None  # the same of whatever produced the completion; see `needs_sampler_logps`
     rejected_tokens: Tensor | None = None  # (len(completion),) booleans, with --perception sample
     shares_prompt: bool = False  # lies behind the sequence before it in one row of the forward pass; see `cut`
     index: int = 0  # its place in the batch
@@ -445,7 +454,7 @@ class LossInputs:
 def sequences_of(group: Group, config: Config, **fields: list) -> list[Sequence]:
     """A group's completions as sequences. fields: a list of values each, one for each completion."""
     logps = [None] * len(group.completions)
-    if group.logps and config.stale in TAPERS:
+    if group.logps and needs_sampler_logps(config):
         logps = [torch.tensor(values) for values in group.logps]
     return [Sequence(group.prompt, completion, group.row, sampler_logps=logps[i],
                      **{name: values[i] for name, values in fields.items()})
@@ -556,7 +565,8 @@ def train(config: Config) -> "Run":
             # Rollouts: the policy, their old policy from now on, completes the prompts of the next steps; rewards.
             if config.sample_every and step > run.batches.rollouts_until:
                 prompts = run.batches.next_prompts(step)
-                rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step)
+                ahead = run.batches.next_prompts(step + config.sample_every) if config.draw_ahead else []
+                rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step, ahead=ahead)
                 run.batches.add_rollouts(rollouts, step)
                 sample_seconds = time.perf_counter() - step_started
                 about_rollouts = run.keep_rollouts("rollouts.jsonl", rollouts, run.rows, step, sample_seconds)
@@ -595,6 +605,8 @@ def train(config: Config) -> "Run":
             if float(sum_over_ranks(torch.tensor(float(len(signals))))) and step < config.steps:
                 run.stopped_at, run.signal = step, max([0, *signals])
             if run.stopped_at or (config.save_every and step % config.save_every == 0):
+                if config.draw_ahead:
+                    run.sampler.external.collect()  # a checkpoint holds what is being drawn
                 run.saver.save(policy, optimizer, reference, step)
             if run.stopped_at:
                 break
@@ -614,7 +626,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
     if config.perception == "sample":
         draw_rejections(policy, batch, config)
     names = ("loss tokens unclamped clamped_low clamped_high clip_low clip_high drift kl logp logp_wanted wanted "
-             "chosen rejected entropy entropy_tokens").split()
+             "chosen rejected entropy entropy_tokens sampler_gap").split()
     trained = [sequence for sequence in batch.sequences if not loss.is_idle(sequence, config)]
 
     def backward() -> Tensor:  # of this rank's share; where memory runs out, again in smaller microbatches
@@ -625,10 +637,12 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             log_ratio, ref_log_ratio, mask, logps = log_ratios(policy, microbatch, config, entropies.append)  # forward
             sequences = microbatch or [Sequence([], [])]
             chosen = torch.tensor([s.is_chosen for s in sequences], device=device)
-            if config.stale in TAPERS and microbatch:
-                sampler_logps = pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
+            sampler_log_ratio = torch.zeros_like(logps)
+            if needs_sampler_logps(config) and microbatch:
+                sampler_log_ratio = logps - pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
+            if config.stale in TAPERS:
                 lengths = mask.sum(-1) if config.stale == "taper-mean" else None
-                weight = staleness_weight(logps - sampler_logps, ~chosen, lengths)
+                weight = staleness_weight(sampler_log_ratio, ~chosen, lengths)
                 log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
             if config.stale == "drop":
                 log_ratio = torch.where(chosen[:, None], log_ratio, log_ratio.detach())
@@ -649,6 +663,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
                     (log_ratio > config.log_eps_r).sum(), low.sum(), high.sum(), log_ratio.abs().sum(),
                     token_kl(ref_log_ratio).sum(), logps.sum(), logps[chosen].sum(), mask[chosen].sum(),
                     gain[chosen].sum(), gain[~chosen].sum(), entropy.sum(), torch.tensor(len(entropy), device=device),
+                    sampler_log_ratio.abs().sum(),
                 ]).double()
         return sums
 
@@ -680,6 +695,13 @@ def takes_old_policy(config: Config) -> bool:
     """Whether the log-ratio is to the policy that drew, and only the KL to the reference: published GRPO online.
     Humanline takes both to the synced reference; offline nobody knows who drew, and the reference stands in."""
     return LOSSES[config.loss].has_old_policy and bool(config.sample_every) and not is_synced(config)
+
+def needs_sampler_logps(config: Config) -> bool:
+    return config.stale in TAPERS or draws_outside(config)
+
+def draws_outside(config: Config) -> bool:
+    """Whether another process draws what is trained on."""
+    return bool(config.sample_every) and config.sampler != "generate"
 
 def is_synced(config: Config) -> bool:
     return bool(config.sync_k or config.sync_drift)
@@ -717,7 +739,8 @@ def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, confi
     gradient. `entropy`: nats per token, of the policy's whole distribution at every 8th of them; which ones depends on
     how the batch is cut. `logp_wanted`: over the tokens of the chosen, desirable or better completions.
     `reward_margin`: the mean β Σ d̃ of the chosen completions less that of the others. `no_difference`: the share of
-    the step's groups whose rewards are all the same.
+    the step's groups whose rewards are all the same. With --sampler: `lag`, the steps since the policy had the weights
+    that drew, and `sampler_gap`, |log π_θ - log μ|; where the lag is 0, that is what sampler and trainer disagree by.
     """
     loss, lengths = LOSSES[config.loss], [len(s.completion) for s in batch.sequences]
     report = dict(loss=sums["loss"], tokens=sum(lengths))
@@ -727,6 +750,10 @@ def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, confi
     names += ["kl"] if config.kl_beta or not takes_old_policy(config) else []  # otherwise no reference was asked
     names += ["clamped_low", "clamped_high"] if config.perception == "clip" else []
     names += ["clip_low", "clip_high"] if loss.clipped else []
+    if draws_outside(config):
+        names.append("sampler_gap")
+        report["lag"] = (batch.step - 1) % config.sample_every
+        report["lag"] += config.sample_every if config.draw_ahead and batch.step > config.sample_every else 0
     report |= {name: sums[name] / max(1, sums["tokens"]) for name in names}
     if sums["wanted"]:
         report["logp_wanted"] = sums["logp_wanted"] / sums["wanted"]
@@ -807,6 +834,8 @@ class Run:
         self.optimizer = torch.optim.AdamW(trained(self.policy).values(), lr=config.lr, betas=(0.9, 0.999), fused=True,
                                            eps=config.adam_eps, weight_decay=config.weight_decay)
         self.reference = Reference(self.policy, self.batches, config)
+        if config.sampler != "generate":
+            self.sampler.external = ExternalSampler(self.sampler, self.batches, self.optimizer, stack)
         first = 1 + (load_checkpoint(checkpoint, self.optimizer, self.reference) if checkpoint else 0)
         self.saver = Saver(self.out / "checkpoint", config, checkpoint)
 
@@ -927,6 +956,8 @@ class Run:
         if self.kept:
             self.ended, weights = self.kept
             torch._foreach_copy_([local_part(p.detach()) for p in trained(self.policy).values()], weights)
+            if self.sampler.external:
+                self.sampler.external.changed = True
         self.latest = self.measure(step)
         warn(f"--on-collapse {self.config.on_collapse}: the run ends, and its model is that of step {self.ended}")
 
@@ -974,6 +1005,9 @@ class Health:
             "easier or harder prompts, a larger --group-size, or a reward with more steps": self.equal_steps == 8,
             "the entropy has fallen below a tenth of its start, the policy says one thing only; try a lower --lr, a "
             "--kl-beta, or fewer steps": entropy < self.first_entropy / 10,
+            "the sampler's log-probs are more than 0.05 nats per token from the policy's, of the same weights; compare "
+            "the dtypes and versions of the two (a --top-p below 1 sets them apart, too)":
+                line.get("lag") == 0 and line["sampler_gap"] > 0.05,
             "every completion that was drawn has the same reward; look at rollouts.jsonl and at --reward":
                 line.get("reward_std") == 0,
             "no group of this batch has a difference, so that nothing was learned": line.get("no_difference") == 1}
@@ -1570,6 +1604,7 @@ class Batches:
         self.fingerprint = rows.hexdigest()
         self.made_until = 0  # the last step whose batch has been made
         self.rollouts_until = 0  # online: the last step whose completions have been drawn
+        self.drawn_ahead: list | None = None  # --draw-ahead: the completions of the drawing after that
         # A prompt gives one unit, or where units are examples as many as its group has.
         per_prompt = config.group_size if self.loss.unit == "example" else 1
         self.prompts_per_step = math.ceil(config.batch_size / per_prompt)
@@ -1662,6 +1697,7 @@ class Sampler:
             self.stops, self.longest = stop_ids(policy, tokenizer), max_positions(policy)
         self.pad = self.stops[0]  # padding is masked: any token that the model knows will do
         self.rewards: list[Reward] = []
+        self.external: ExternalSampler | None = None  # draws instead of the policy's `generate`
         self.has_drawn = False
         if config.sample_every or config.eval_data is not None:  # a reward may be a large model
             self.rewards = [Reward(spec, config, policy.device) for spec in config.reward]
@@ -1673,10 +1709,14 @@ class Sampler:
                 require(not missing, f"{row.where}: {missing}")
 
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
-                      sampling: Config | None = None) -> list[Group]:
+                      sampling: Config | None = None, ahead: Iterable[Group] = ()) -> list[Group]:
         """`size` completions with rewards for each prompt. The ranks share the calls of `generate`, and reward one
         call's completions while the next are drawn. The draws are a function of --seed and `step`. sampling: other
-        settings than the run's."""
+        settings than the run's. ahead: the prompts of the next drawing, to be begun now."""
+        if self.external:
+            completions = self.external.draw(prompts, size, step, sampling)
+            if ahead:
+                self.external.ask(ahead, size, step + self.config.sample_every, self.config)
         repeated = [group for group in prompts for _ in range(size)]
         most = math.ceil(len(repeated) / world_size())
         packed = pack([len(group.prompt) + self.config.max_new_tokens for group in repeated], self.config.sample_tokens)
@@ -1693,7 +1733,10 @@ class Sampler:
                 groups = [repeated[i] for i in calls[number]]
                 ids, seed = [group.prompt for group in groups], seed_for(self.config.seed, "draw", step, number)
                 on_token, settings = functools.partial(bar.update, len(groups)), sampling or self.config
-                drawn[number] = sample(self.policy, ids, self.stops, self.pad, settings, seed, on_token)
+                if self.external:
+                    drawn[number] = [completions[i] for i in calls[number]]
+                else:
+                    drawn[number] = sample(self.policy, ids, self.stops, self.pad, settings, seed, on_token)
                 bar.update(sum(len(calls[number]) for number in numbers[:count]) * longest - bar.n)
                 texts = self.tokenizer.batch_decode([ids for ids, _ in drawn[number]], skip_special_tokens=True)
                 call_rows = [rows[group.row] for group in groups]
@@ -1735,17 +1778,23 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int,
     hit --max-new-tokens. The draws are a function of `seed`; the global random state stays as it was. on_token() is
     called for each position."""
     from transformers import GenerationConfig, TemperatureLogitsWarper, TopPLogitsWarper
-    logps: list[Tensor] = []  # (N, 1) for each position
-    last: list[Tensor] = []  # (N, vocabulary) log-probs of the position that was drawn last
+    generator, logps = torch.Generator(policy.device).manual_seed(seed), []  # (N, 1) log-probs for each position
+    cumulative = torch.empty(0, dtype=torch.float64, device=policy.device)  # the same memory for each position
 
-    def record(ids: Tensor, scores: Tensor) -> Tensor:
-        logps.extend(before.gather(1, ids[:, -1:]) for before in last)
-        last[:] = [scores.log_softmax(-1)]
+    def draw(ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores that leave one token of each row. Where the cumulative distribution passes a random number: that takes
+        one of them, and `generate`'s own way one for each token of the vocabulary, a fifth of the whole time."""
+        probs = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        torch.cumsum(probs, -1, dtype=torch.float64, out=cumulative)
+        total = cumulative[:, -1:]
+        points = torch.rand(total.shape, generator=generator, dtype=torch.float64, device=policy.device) * total
+        tokens = torch.searchsorted(cumulative, points, right=True)
+        logps.append((probs.gather(1, tokens) / total).log())
         on_token()
-        return scores
+        return scores.fill_(-math.inf).scatter_(1, tokens, 0.0)
 
-    settings = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0, eos_token_id=stops,
-                                pad_token_id=pad, max_new_tokens=config.max_new_tokens)
+    settings = GenerationConfig(do_sample=False, eos_token_id=stops, pad_token_id=pad,
+                                max_new_tokens=config.max_new_tokens)
     # Given here and not in `settings`, as those come behind what is given here.
     processors = [TemperatureLogitsWarper(config.temperature)] if config.temperature != 1 else []
     processors += [TopPLogitsWarper(config.top_p)] if config.top_p < 1 else []
@@ -1755,21 +1804,156 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int,
     # What `settings` leaves out would come from the model's own, such as Qwen2.5's repetition penalty.
     policy.generation_config = GenerationConfig()
     policy.eval()
-    devices = [policy.device] if policy.device.type == "cuda" else []
     eager = torch.compiler.set_stance("force_eager")
     try:
-        with torch.random.fork_rng(devices), mixed_precision(policy.device, config), eager:
-            torch.manual_seed(seed)
-            drawn = policy.generate(ids, attention_mask=mask, generation_config=settings, synced_gpus=config.shard,
-                                    logits_processor=[*processors, record])
+        with mixed_precision(policy.device, config), eager:
+            drawn = policy.generate(ids, attention_mask=mask, past_key_values=prompt_cache(policy, ids, mask, config),
+                                    generation_config=settings, synced_gpus=config.shard,
+                                    logits_processor=[*processors, draw])
     finally:
         policy.train(was_training)
         policy.generation_config = model_settings
-    record(drawn, last[0])
     completions = []
     for tokens, values in zip(drawn[:, ids.shape[1] :].tolist(), torch.cat(logps, 1).tolist()):
         end = next((i for i, token in enumerate(tokens, 1) if token in stops), len(tokens))
         completions.append((tokens[:end], [round(value, 5) for value in values[:end]]))
+    return completions
+
+def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> Any:
+    """The keys and values of (N, T) prompts but for the last token of each, computed once where neighbours are the same
+    prompt; None where that is nowhere so, or where `can_share_prompts` or FSDP is against it.
+
+    Where a completion cannot be longer than the prompts, the cache has its full length from the start, in the dtype of
+    the multiplications: attention over empty places then costs less than a cache that grows with each token.
+    """
+    from transformers import DynamicCache, StaticCache
+    different, index = torch.cat([ids, mask], 1).unique_consecutive(dim=0, return_inverse=True)
+    if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not config.share_prompts:
+        return None
+    cache = DynamicCache()
+    if config.max_new_tokens <= ids.shape[1]:
+        cache = StaticCache(config=policy.config, max_cache_len=ids.shape[1] + config.max_new_tokens)
+        update, dtype = cache.update, torch.bfloat16 if config.dtype == "mixed" else policy.dtype
+        cache.update = lambda keys, values, *args, **more: update(keys.to(dtype), values.to(dtype), *args, **more)
+    ids, mask = different.tensor_split(2, 1)
+    ids, mask = ids[:, :-1], mask[:, :-1]
+    policy.base_model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+                      past_key_values=cache, use_cache=True)
+    cache.reorder_cache(index)
+    return cache
+
+class ExternalSampler:
+    """--sampler vllm or FILE.py:function, in a process that the first rank starts; all ranks get what it draws. A
+    request holds all that its completions depend on, so that it can be made ahead of its turn, or again."""
+
+    def __init__(self, sampler: Sampler, batches: Batches, optimizer: torch.optim.Optimizer,
+                 stack: contextlib.ExitStack):
+        self.sampler, self.batches, self.config, self.process = sampler, batches, sampler.config, None
+        self.log = Path(self.config.out, "sampler.log")
+        self.request: tuple | None = None  # the one that has no answer yet
+        self.changed, self.versions = True, 0  # whether the policy has changed since it was written; how often it was
+        optimizer.register_step_post_hook(lambda *_: setattr(self, "changed", True))
+        self.folder = from_first_rank(lambda: self.start(stack))
+
+    def start(self, stack: contextlib.ExitStack) -> Path:
+        """Start the process, until `stack` closes; returns the folder for weights, in memory where there is room."""
+        config, room = self.config, sum(8 * p.numel() for p in self.sampler.policy.parameters())
+        path, _, name = config.sampler.rpartition(":")
+        if config.sampler == "vllm":
+            path, name = str(Path(__file__).with_name("configs") / "sampler_vllm.py"), "sample"
+        devices = dict(CUDA_VISIBLE_DEVICES=config.sampler_devices) if config.sampler_devices else {}
+        environment = {key: value for key, value in os.environ.items()  # without what torchrun says of our ranks
+                       if not re.fullmatch("(.*_)?(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC)_.*", key)} | devices
+        # The run's own name, by which it finds what it left there when it was killed.
+        key = hashlib.sha256(str(Path(config.out).resolve()).encode()).hexdigest()[:12]
+        in_memory = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > room
+        folder = Path("/dev/shm" if in_memory else config.out, f"humanline-{key}")
+
+        def end() -> None:
+            self.process = None
+            shutil.rmtree(folder, ignore_errors=True)
+            if not Path(config.out, "config.toml").exists():  # the run did not begin
+                self.log.unlink(missing_ok=True)
+
+        with explained(f"--sampler {config.sampler}", "write FILE.py:function, as in configs/sampler_vllm.py",
+                       ModuleNotFoundError="name the interpreter of an environment that has it with --sampler-python"):
+            os.stat(path)
+            stack.callback(end)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(mode=0o700)
+            self.process = FunctionProcess(path, name, config.sampler_python or sys.executable, environment, self.log)
+        return folder
+
+    def ask(self, prompts: Iterable[Group], count: int, step: int, sampling: Config) -> None:
+        """Ask for `count` completions of each prompt by the policy as it is, and do not wait for them."""
+        dtype = "float32" if self.config.dtype == "float32" else "bfloat16"
+        settings = dict(temperature=sampling.temperature, top_p=sampling.top_p, stop_ids=self.sampler.stops,
+                        max_new_tokens=sampling.max_new_tokens, dtype=dtype)
+        if self.changed:  # into a folder with another name, by which it can be told that they are others
+            shutil.rmtree(self.folder / f"{self.versions}", ignore_errors=True)
+            self.changed, self.versions = False, self.versions + 1
+            write_weights(self.folder / f"{self.versions}", self.sampler.policy, self.sampler.tokenizer, dtype)
+        self.request = ([group.prompt for group in prompts], settings, count, seed_for(self.config.seed, "draw", step),
+                        str(self.folder / f"{self.versions}"))
+        if rank() == 0:
+            with contextlib.suppress(RuntimeError, OSError):  # `answer` will try again
+                self.process.ask("call", *self.request)
+
+    def answer(self) -> list[tuple[list[int], list[float]]]:
+        """What was asked for, the first prompt's completions first, each as `sample` gives it. Where the process dies,
+        hangs or answers something else, it is started anew and asked again; raises UserError if that fails, too."""
+        request, self.request = self.request, None
+        vocabulary = len(self.sampler.policy.get_input_embeddings().weight)
+
+        def attempt() -> list:
+            return checked_completions(self.process.answer(self.config.sampler_seconds), *request[:3], vocabulary)
+
+        def from_process() -> list:
+            try:
+                return attempt()
+            except RuntimeError as error:
+                warn(f"--sampler {self.config.sampler}: {error}; starting it anew")
+            self.process.end()
+            with explained(f"--sampler {self.config.sampler}, started anew", f"see {self.log}; then --resume latest"):
+                self.process.ask("call", *request)
+                return attempt()
+
+        return from_first_rank(from_process)
+
+    def collect(self) -> None:
+        """Wait for the completions that are drawn ahead, if there are any."""
+        if self.request is not None:
+            self.batches.drawn_ahead = self.answer()
+
+    def draw(self, prompts: list[Group], count: int, step: int, sampling: Config | None) -> list:
+        """`count` completions of each prompt, as `answer` gives them. sampling: settings, where they are to measure."""
+        self.collect()
+        if sampling is None and self.batches.drawn_ahead is not None:
+            completions, self.batches.drawn_ahead = self.batches.drawn_ahead, None
+            return completions
+        self.ask(prompts, count, step, sampling or self.config)
+        return self.answer()
+
+def checked_completions(answer: Any, prompts: list, settings: dict, count: int, vocabulary: int) -> list:
+    """What an external sampler has answered, as `ExternalSampler.answer` gives it. Raises RuntimeError where it is not
+    `count` pairs of ids and log-probs for each prompt, up to and with the first stop token."""
+    def check(is_so: bool, what: str) -> None:
+        if not is_so:
+            raise RuntimeError(f"it returned {what}")
+
+    longest, stops = settings["max_new_tokens"], settings["stop_ids"]
+    try:
+        check([len(group) for group in answer] == [count] * len(prompts),
+              f"other than {count} completions for each of {len(prompts)} prompts")
+        completions = [(ids, [round(value, 5) for value in logps]) for group in answer for ids, logps in group]
+        for ids, logps in completions:
+            check(all(type(token) is int and 0 <= token < vocabulary for token in ids), "a token that is none")
+            check(len(ids) <= longest, f"{len(ids)} tokens, where {longest} were the most")
+            check(len(ids) == len(logps) and all(-math.inf < value < 0.01 for value in logps), "no log-prob of a token")
+            end = next((i for i, token in enumerate(ids, 1) if token in stops), longest)
+            check(len(ids) == end, "a completion that does not end with its first stop token")
+    except (TypeError, ValueError):
+        raise RuntimeError(f"it returned no pairs of token ids and log-probs, but {answer!r:.60}") from None
     return completions
 
 def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
@@ -1817,10 +2001,10 @@ class Reward:
                 if self.name == "math":
                     path = str(Path(__file__).with_name("configs") / "math_reward.py")
                 os.stat(path)
-                self.process = process = RewardProcess(path, function)
+                self.process = process = FunctionProcess(path, function)
                 # One call for many samples. A hang must not last as long as the samples are many, hence the root.
                 limit = lambda samples: config.reward_seconds * math.sqrt(len(samples[1]))
-                self.function = lambda *samples: process("reward", *samples, limit=limit(samples))
+                self.function = lambda *samples: process("call", *samples, limit=limit(samples))
 
     def missing(self, rows: list[dict]) -> list[str]:
         """What each row lacks to be rewarded, or ""."""
@@ -1899,14 +2083,16 @@ def model_reward(name: str, config: Config, device: torch.device) -> Callable[..
 
     return reward
 
-class RewardProcess:
+class FunctionProcess:
     """A function of the user's file in a process of its own, where it may hang, crash or exhaust its memory: only the
     call fails, with RuntimeError. Arguments and results travel as JSON. A call beyond its limit, in seconds, ends the
-    process and all that it has started; the next one starts another."""
+    process and all that it has started; the next one starts another. python: another interpreter. environment: its
+    variables, else ours. log: a file for what it prints."""
 
-    def __init__(self, path: str, name: str):
-        self.code = f"{inspect.getsource(serve_reward)}\nserve_reward({path!r}, {name!r}, "
-        self.end = None
+    def __init__(self, path: str, name: str, python: str = sys.executable, environment: dict[str, str] | None = None,
+                 log: Path | None = None):
+        self.code = f"{inspect.getsource(serve_function)}\nserve_function({path!r}, {name!r}, "
+        self.python, self.environment, self.log, self.end = python, environment, log, None
         self(limit=300)
 
     @staticmethod
@@ -1917,30 +2103,43 @@ class RewardProcess:
         return process.wait()
 
     def __call__(self, *call: Any, limit: float) -> Any:
+        self.ask(*call)
+        return self.answer(limit)
+
+    def ask(self, *call: Any) -> None:
+        """Send a call, and do not wait for its answer."""
         if self.end is None or not self.end.alive:
             self.pipe, theirs = multiprocessing.Pipe()
             # -P: no modules from the present folder. A session can be ended as a whole, and Ctrl-C is not for it.
-            line = [sys.executable, "-P", "-c", f"{self.code}{theirs.fileno()})"]
-            process = subprocess.Popen(line, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-                                       start_new_session=True)
+            line = [self.python, "-P", "-c", f"{self.code}{theirs.fileno()})"]
+            with open(self.log, "ab") if self.log else contextlib.nullcontext() as log:
+                process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment,
+                                           pass_fds=[theirs.fileno()], start_new_session=True)
             theirs.close()
             self.end = weakref.finalize(self, self.kill, process)  # with this object, or at exit
             self(limit=300)  # loads the file, which may load a model
-        try:
+        self.asked = time.monotonic()
+        with contextlib.suppress(OSError):  # it is dead, as `answer` will find
             self.pipe.send_bytes(json.dumps(call, default=str).encode())
-            if not self.pipe.poll(limit):
+
+    def answer(self, limit: float) -> Any:
+        """The answer to the last call, at most `limit` seconds after that."""
+        try:
+            if not self.pipe.poll(max(0, self.asked + limit - time.monotonic())):
                 self.end()
                 raise RuntimeError(f"took longer than {limit:.4g} s")
             answer = json.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            raise RuntimeError(f"its process ended with status {self.end()}") from None
+            words = self.log.read_text(errors="replace").split("\n") if self.log else []
+            words = next((f": {line.strip()}" for line in reversed(words) if line.strip()), "")
+            raise RuntimeError(f"its process ended with status {self.end()}{words}") from None
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer["value"]
 
-def serve_reward(path, name, pipe):
-    """In a RewardProcess: answer calls, the first of which only loads, until the pipe closes, even amid a call."""
-    import importlib.util, json, multiprocessing.connection, os, queue, sys, threading
+def serve_function(path, name, pipe):
+    """In a FunctionProcess: answer calls, the first of which only loads, until the pipe closes, even amid a call."""
+    import importlib.util, json, multiprocessing.connection, os, queue, signal, sys, threading
     pipe, calls, loaded = multiprocessing.connection.Connection(pipe), queue.SimpleQueue(), False
 
     def listen():
@@ -1948,7 +2147,7 @@ def serve_reward(path, name, pipe):
             while True:
                 calls.put(json.loads(pipe.recv_bytes()))
         finally:
-            os._exit(0)
+            os.killpg(0, signal.SIGKILL)  # with what it has started, such as an engine's workers
 
     threading.Thread(target=listen, daemon=True).start()
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # the file may import from its folder
@@ -1956,9 +2155,9 @@ def serve_reward(path, name, pipe):
         kind, *values = calls.get() or ["load"]
         try:
             if not loaded:  # by its path, as it may have the name of a module of Python's
-                spec = importlib.util.spec_from_file_location("reward_file", path)
+                spec = importlib.util.spec_from_file_location("users_file", path)
                 module = importlib.util.module_from_spec(spec)
-                sys.modules["reward_file"] = module
+                sys.modules["users_file"] = module
                 spec.loader.exec_module(module)
             value, function = None, getattr(module, name)
             if not loaded and hasattr(module, "prepare_reward"):
@@ -1967,7 +2166,7 @@ def serve_reward(path, name, pipe):
             if kind == "missing":
                 missing = getattr(module, "missing_for_reward", lambda row: "")
                 value = [missing(row) for row in values[0]]
-            elif kind == "reward":
+            elif kind == "call":
                 value = function(*values)
             answer = json.dumps({"value": value}, default=lambda value: value.tolist())  # tensors and arrays
         except BaseException as error:  # sys.exit() too
@@ -2473,7 +2672,7 @@ class Saver:
         state = dict(step=step, base=getattr(policy, "base_hash", None), reference_until=reference.until,
                      made_until=batches.made_until, rollouts_until=batches.rollouts_until,
                      settings=dict(vars(self.config)), data=batches.fingerprint,
-                     batches=[snapshot(batch) for batch in batches.pending])
+                     batches=[snapshot(batch) for batch in batches.pending], drawn_ahead=batches.drawn_ahead)
         if rank() == 0:
             self.writing = self.writer.submit(self.write, self.folder / f"step-{step:08d}", files, state)
 
@@ -2548,10 +2747,9 @@ def find_checkpoint(config: Config) -> Path | None:
     return None
 
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
-FREE_ON_RESUME = ("steps out save_every keep resume config merge on_collapse eval_data eval_every eval_prompts "
+FREE_ON_RESUME = ("steps out save_every keep resume config merge untyped on_collapse eval_data eval_every eval_prompts "
                   "eval_samples eval_greedy eval_temperature eval_top_p microbatch_tokens share_prompts compile shard "
-                  "untyped "
-                  "checkpoint_activations track rollouts").split()
+                  "checkpoint_activations track rollouts sampler_python sampler_devices sampler_seconds").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
     """Put everything back; returns the step that was the last. Raises UserError where the settings differ."""
@@ -2587,6 +2785,7 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         copy_full(moments[key], value)
     batches.made_until, batches.rollouts_until = state["made_until"], state["rollouts_until"]
     batches.pending = deque(restore_batch(batch) for batch in state["batches"])
+    batches.drawn_ahead = state["drawn_ahead"]
     reference.until = state["reference_until"]
     return state["step"]
 
@@ -2623,12 +2822,29 @@ See [Humanline: Online Alignment as Perceptual Loss](https://arxiv.org/abs/2509.
 {settings}```
 """
 
+def whole_weights(policy: Module) -> dict[str, Tensor]:
+    """The weights by name, gathered from all ranks, on the CPU; a tied head comes once."""
+    every, distinct = (dict(policy.named_parameters(remove_duplicate=once)) for once in (False, True))
+    return {name: full(value.detach()).cpu() for name, value in policy.state_dict().items()
+            if name in distinct or name not in every}
+
+def write_weights(path: Path, policy: Module, tokenizer: Any, dtype: str) -> None:
+    """The policy as it is, for an external sampler: an ordinary Hugging Face folder."""
+    weights = {name: value.to(getattr(torch, dtype)) if value.is_floating_point() else value
+               for name, value in whole_weights(policy).items()}
+
+    def write() -> None:
+        with explained(f"{path}: cannot write the weights for --sampler", "make room there"):
+            policy.save_pretrained(path, state_dict=weights)
+            tokenizer.save_pretrained(path)
+
+    from_first_rank(write)
+
 def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> None:
     """An ordinary Hugging Face folder, or with --lora a peft folder, unless --merge."""
-    every, distinct = (dict(policy.named_parameters(remove_duplicate=once)) for once in (False, True))
-    names = trained(policy) if config.lora else distinct.keys() | policy.state_dict().keys() - every.keys()
-    weights = {name: full(value.detach()).cpu() for name, value in policy.state_dict().items()
-               if name in names}  # a tied head, once
+    weights = whole_weights(policy)
+    if config.lora:
+        weights = {name: weights[name] for name in trained(policy)}
 
     def write(path: Path) -> None:
         with new_folder(path, hashed=False) as folder:
@@ -2892,7 +3108,7 @@ def check_config(config: Config) -> None:
         ("lie from 1 to 1,000,000", lambda value: 1 <= value <= 10**6, "batch_size group_size"),
         ("be 2 or more", lambda value: value >= 2, "max_length"),
         ("be above 0", lambda value: 0 < value < math.inf, "sync_drift gamma_p gamma_r beta_p beta_r beta "
-         "desirable_weight undesirable_weight epsilon lr adam_eps max_grad_norm reward_seconds"),
+         "desirable_weight undesirable_weight epsilon lr adam_eps max_grad_norm reward_seconds sampler_seconds"),
         ("lie from 0.001 to 1000", lambda value: 0.001 <= value <= 1000, "temperature eval_temperature"),
         ("lie from 0 to 1", lambda value: 0 <= value <= 1, "warmup"),
         ("lie from 1e-09 to 1", lambda value: 1e-9 <= value <= 1, "top_p eval_top_p sync_alpha"),
@@ -2918,6 +3134,17 @@ def check_config(config: Config) -> None:
             f"--kl-beta {config.kl_beta}: only GRPO has a KL term; leave it out")
     require(not config.track or importlib.util.find_spec(config.track),
             f"--track {config.track}: that package is not installed; pip install {config.track}")
+    external = config.sampler != "generate"
+    require(re.fullmatch(r"generate|vllm|.+\.py:\w+", config.sampler),
+            f"--sampler {config.sampler}: write generate, vllm or FILE.py:function")
+    require(not external or config.sample_every or config.eval_data,
+            f"--sampler {config.sampler}: nothing is drawn; leave it out, or say how often with --sample-every")
+    require(external or not (config.sampler_python or config.sampler_devices or config.draw_ahead),
+            "--sampler-python, --sampler-devices and --draw-ahead need a process of its own that draws, and --sampler "
+            "generate has none; name another")
+    require(not external or not config.lora, f"--sampler {config.sampler} gets whole weights, and --lora has adapters; "
+            "let `generate` draw")
+    require(config.sample_every or not config.draw_ahead, "--draw-ahead: nothing is drawn; say --sample-every 64, say")
     require(config.resume != "latest" or config.out, "--resume latest looks in the run's folder; name it with --out")
 
 def to_toml(config: Config) -> str:
@@ -2958,6 +3185,8 @@ def describe(config: Config, policy: Module, groups: list[Group], reference: Ref
     """Say what is about to be done."""
     words, size = in_words(config), sum(p.numel() for p in policy.parameters())
     source = f"drawn every {config.sample_every} steps" if config.sample_every else "the data's own (offline)"
+    if draws_outside(config):
+        source += f" by {config.sampler}{', ahead' if config.draw_ahead else ''}"
     by = f" (by {'copy' if reference.copies else 'lookahead'})" if config.kl_beta or not reference.apart else ""
     if config.top_p < 1 and config.sample_every:
         warn(f"--top-p {config.top_p}: completions are drawn from a cut distribution, and the log-probs that train on "

@@ -7,7 +7,7 @@
   python tests/bench.py --what ranks                   # two ranks of one thread against one of two
   python tests/bench.py --what saving                  # how long the loop waits for a checkpoint
   python tests/bench.py --what online                  # offline GRPO with humanline against online GRPO, 256 tokens
-  python tests/bench.py --what decoding                # ways to sample: a growing cache, a static one, generate_batch
+  python tests/bench.py --what decoding [--real FOLDER]  # ways to sample: the trainer's, plain generate, generate_batch
   python tests/bench.py --what watching --real FOLDER  # what rollouts on disk and the health metrics add to a step
   python tests/bench.py --what idle --real FOLDER      # a step of which 60 % of the groups have no difference
   python tests/bench.py --what lora --real FOLDER      # adapters against all weights; what a moving reference adds
@@ -364,34 +364,20 @@ def online(folder: Path, load: Workload, rounds: int) -> None:
 
 @contextlib.contextmanager
 def unwatched():
-    """The program without log-probs of what is sampled, entropies, and rollouts on disk and on the screen."""
+    """The program without entropies, and rollouts on disk and on the screen."""
     import humanline
-    sample, log_ratios, keep = humanline.sample, humanline.log_ratios, humanline.Run.keep_rollouts
-
-    def plain_sample(policy, *args):
-        generate = policy.generate
-
-        def plain_generate(*args, logits_processor, **more):
-            drawn = generate(*args, logits_processor=logits_processor[:-1], **more)
-            logits_processor[-1](drawn, torch.zeros(len(drawn), policy.config.vocab_size))  # once, at the end
-            return drawn
-
-        policy.generate = plain_generate
-        try:
-            return sample(policy, *args)
-        finally:
-            del policy.generate
+    log_ratios, keep = humanline.log_ratios, humanline.Run.keep_rollouts
 
     def plain_log_ratios(policy, sequences, config, note=lambda values: None):
         note(torch.zeros(0))
         return log_ratios(policy, sequences, config)
 
-    humanline.sample, humanline.log_ratios = plain_sample, plain_log_ratios
+    humanline.log_ratios = plain_log_ratios
     humanline.Run.keep_rollouts = lambda *args: {}
     try:
         yield
     finally:
-        humanline.sample, humanline.log_ratios, humanline.Run.keep_rollouts = sample, log_ratios, keep
+        humanline.log_ratios, humanline.Run.keep_rollouts = log_ratios, keep
 
 
 def watching(real: str | None, rounds: int) -> None:
@@ -477,7 +463,7 @@ def saving(load: Workload, rounds: int) -> None:
         for p in policy.parameters():
             moments = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             optimizer.state[p] = dict(step=torch.tensor(1.0), **moments)
-        batches = SimpleNamespace(pending=[], made_until=0, rollouts_until=0)
+        batches = SimpleNamespace(pending=[], made_until=0, rollouts_until=0, drawn_ahead=None)
         reference = SimpleNamespace(model=None, weights=None, until=0, batches=batches)
         saver, waits, totals = humanline.Saver(folder / "checkpoint", config, None), [], []
         for step in range(1, rounds + 1):
@@ -495,57 +481,60 @@ def saving(load: Workload, rounds: int) -> None:
     table(rows)
 
 
-def decoding(folder: Path, load: Workload, rounds: int) -> None:
-    """Sampled tokens per second: the trainer's call of `generate`, the same with a static cache, and `generate_batch`.
+def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> None:
+    """Sampled tokens per second: the trainer's own way, `generate` of plain transformers, and `generate_batch`.
 
-    One token of 128 ends a completion, so their lengths differ as those of a real model do.
+    One token of 128 ends a completion, so their lengths differ as those of a real model do. real: 4 groups of 8, prompts
+    of 37 and completions of 28 tokens.
     """
     sys.path.insert(0, str(ROOT))
     import humanline
     from transformers import GenerationConfig
 
     device = torch.device("cuda" if load is GPU and torch.cuda.is_available() else "cpu")
-    config = humanline.Config(model=str(folder / "model"), max_new_tokens=load.new, compile=False, sync_k=1, steps=1,
-                              dtype="bfloat16" if device.type == "cuda" else "float32")
+    new = 28 if real else load.new
+    config = humanline.Config(model=real or str(folder / "model"), max_new_tokens=new, compile=False, sync_k=1, steps=1,
+                              dtype="bfloat16" if device.type == "cuda" else "auto" if real else "float32")
     policy = humanline.load_policy(config, device)[0].eval()
-    chance, count = random.Random(0), 256 if load is GPU else 16
-    lengths = [chance.randint(load.prompt // 2, load.prompt) for _ in range(count)]
-    prompts = [chance.choices(range(10, load.vocabulary), k=length) for length in lengths]
-    stops = list(range(0, load.vocabulary, 128))
-    settings = dict(do_sample=True, top_k=0, max_new_tokens=load.new, eos_token_id=stops, pad_token_id=0)
+    chance, count = random.Random(0), 256 if load is GPU else 32 if real else 16
+    lengths = [37 if real else chance.randint(load.prompt // 2, load.prompt) for _ in range(count)]
+    prompts = [chance.choices(range(10, policy.config.vocab_size), k=length) for length in lengths]
+    prompts = [prompts[i - i % 8] for i in range(count)] if real else prompts
+    stops = [] if real else list(range(0, load.vocabulary, 128))
+    settings = dict(do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=stops or None, pad_token_id=0)
 
-    def static() -> int:
+    def plain() -> int:
         ones = [[1] * len(prompt) for prompt in prompts]
         ids, mask = (humanline.padded(rows, 0, "left").to(device) for rows in (prompts, ones))
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), humanline.mixed_precision(device, config):
             torch.manual_seed(0)
-            fixed = GenerationConfig(cache_implementation="static", **settings)
-            drawn = policy.generate(ids, attention_mask=mask, generation_config=fixed)
-        return int(((drawn[:, ids.shape[1] :] % 128 == 0).cumsum(1) == 0).sum()) + count
+            drawn = policy.generate(ids, attention_mask=mask, generation_config=GenerationConfig(**settings))
+        return new * count if real else int(((drawn[:, ids.shape[1] :] % 128 == 0).cumsum(1) == 0).sum()) + count
 
     def continuous() -> int:
         with torch.no_grad():
             drawn = policy.generate_batch(inputs=prompts, generation_config=GenerationConfig(**settings))
         return sum(len(output.generated_tokens) for output in drawn.values())
 
-    trainers = lambda: sum(map(len, (ids for ids, _ in humanline.sample(policy, prompts, stops, 0, config, 0))))
-    ways = {"generate, as the trainer calls it": trainers, "generate, static cache": static,
-            "generate_batch (continuous batching)": continuous}
-    rates = {name: [] for name in ways}
+    trainers = lambda: sum(map(len, (ids for ids, _ in humanline.sample(policy, prompts, stops or [-1], 0, config, 0))))
+    ways = {"as the trainer samples": trainers, "generate, plain": plain}
+    ways |= {} if real else {"generate_batch (continuous batching)": continuous}
+    rates, busy = ({name: [] for name in ways} for _ in range(2))
     for _ in range(1 + rounds):  # the first compiles
         for name, way in ways.items():
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             try:
                 tokens = way()
             except Exception as error:  # not every machine has every way
-                rates[name].append(math.nan)
+                tokens = math.nan
                 print(f"{name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
-                continue
             rates[name].append(tokens / (time.perf_counter() - start))
-    rows = [[f"{count} prompts, completions of at most {load.new} tokens", "tokens/s", "ratio"]]
+            busy[name].append(tokens / (time.process_time() - used))
+    rows = [[f"{count} prompts, completions of at most {new} tokens", "tokens/s", "ratio", "tokens per CPU second"]]
     medians = {name: statistics.median(rates[name][1:]) for name in ways}
     first = next(iter(medians.values()))
-    rows += [[name, f"{median:,.0f}", f"{median / first:.2f}"] for name, median in medians.items()]
+    rows += [[name, f"{median:,.0f}", f"{median / first:.2f}", f"{statistics.median(busy[name][1:]):,.0f}"]
+             for name, median in medians.items()]
     table(rows)
 
 
@@ -562,7 +551,7 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
         trl_python: a Python that has TRL installed; this one if it has.
         gpu: GPU sizes.
         train_steps: steps of each run, of which the first two do not count.
-        real: the folder of a real model, for watching, idle, lora and plan; without it the embedded one.
+        real: the folder of a real model, for watching, idle, decoding, lora and plan; without it the embedded one.
     """
     global GPU
     GPU = replace(GPU, steps=train_steps)
@@ -582,7 +571,7 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
          "lora": lambda: lora(folder, load, real, rounds),
          "plan": lambda: planned(folder, load, real),
          "online": lambda: online(folder, load, rounds),
-         "decoding": lambda: decoding(folder, load, rounds),
+         "decoding": lambda: decoding(folder, load, rounds, real),
          "steps": lambda: steps(folder, load, losses, rounds, trl_python),
          "overhead": lambda: overhead(folder, load, losses, rounds),
          "scaling": lambda: scaling(load, rounds),

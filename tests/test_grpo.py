@@ -51,7 +51,7 @@ def test_the_kl_to_the_initial_policy_does_not_fall_to_0_at_a_drawing(run):
     lines = metrics(run(f"{PUBLISHED} --steps 12 --kl-beta 0.01"))
     kl, drift = ([line[name] for line in lines] for name in ("kl", "drift"))
     assert kl[0] == drift[0] == drift[4] == drift[8] == 0  # the policy that drew is the policy
-    assert 0 < kl[1] < kl[4] < kl[8]
+    assert min(kl[1], kl[4], kl[8]) > 0.1
 
 
 def test_without_a_kl_weight_no_reference_is_computed_or_reported(run, monkeypatch):

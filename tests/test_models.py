@@ -602,8 +602,8 @@ def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folde
     draw, log_probs = humanline.Sampler.draw_rollouts, humanline.log_probs
     losses, drawn, sharing, graphs = [], [], [], []
 
-    def spied_draw(self, *args):
-        rollouts = draw(self, *args)
+    def spied_draw(self, *args, **more):
+        rollouts = draw(self, *args, **more)
         drawn[-1] += [group.completions for group in rollouts]
         return rollouts
 

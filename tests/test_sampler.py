@@ -1,0 +1,411 @@
+"""What draws: `generate`, or with --sampler another process, which gets the weights in a folder and may fail."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, command, metrics, same_weights, timeless
+from safetensors.torch import load_file
+
+import humanline
+from humanline import UserError
+from test_training import policy_of
+
+# Draws anything, as a function of the seed and of the weights; notes what it was asked and what it answered.
+FAKE = """
+import hashlib, json, os, pathlib, random, sys, time
+
+def draw(prompts, settings, count, seed, weights):
+    from safetensors import safe_open  # quicker to import than torch
+    file = pathlib.Path(weights, "model.safetensors")
+    with safe_open(file, "np") as tensors:
+        first = float(tensors.get_tensor("model.norm.weight")[0])
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    chance = random.Random(f"{seed} {first}")
+    stop, longest = settings["stop_ids"][0], settings["max_new_tokens"]
+
+    def completion():
+        ids = [chance.randrange(8, 90) for _ in range(chance.randint(1, longest))]
+        ids = ids if len(ids) == longest else [*ids, stop]
+        return ids, [-1.0] * len(ids)
+
+    answer = [[completion() for _ in range(count)] for _ in prompts]
+    note = dict(prompts=prompts, settings=settings, count=count, seed=seed, weights=weights, digest=digest, first=first,
+                pid=os.getpid(), environment=dict(os.environ), answer=answer)
+    with open(NOTES, "a") as notes:
+        notes.write(json.dumps(note) + "\\n")
+    return answer
+"""
+SLOW = """
+def slow(*request):
+    time.sleep(0.3)
+    return draw(*request)
+"""
+LIKELIER = """
+def likelier(*request):
+    return [[(ids, [-0.01] * len(ids)) for ids, _ in group] for group in draw(*request)]
+"""
+HANGS = """
+def hangs(*request):
+    import subprocess
+    answer = draw(*request)
+    subprocess.run(["sleep", "98765"])
+    return answer
+"""
+RESTS = """
+def rests(prompts, completions, rows):
+    time.sleep(0.5)
+    return [len(text) % 3 for text in completions]
+"""
+
+# What an engine does: the model of the folder draws, and says how likely its draws were.
+ENGINE = """
+import torch
+
+def engine(prompts, settings, count, seed, weights):
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=settings["dtype"]).eval()
+    torch.manual_seed(seed)
+
+    def log_probs(ids):
+        return (model(ids).logits / settings["temperature"]).log_softmax(-1)
+
+    @torch.no_grad()
+    def complete(prompt):
+        ids = torch.tensor([prompt])
+        while ids[0, -1] not in settings["stop_ids"] and ids.shape[1] < len(prompt) + settings["max_new_tokens"]:
+            ids = torch.cat([ids, torch.multinomial(log_probs(ids)[:, -1].exp(), 1)], 1)
+        completion, rows = ids[0, len(prompt) :], log_probs(ids)[0, len(prompt) - 1 : -1]
+        return completion.tolist(), rows.gather(1, completion[:, None])[:, 0].tolist()
+
+    return [[complete(prompt) for _ in range(count)] for prompt in prompts]
+
+def unsure(*request):
+    return [[(ids, [value - 0.1 for value in logps]) for ids, logps in group] for group in engine(*request)]
+"""
+
+@pytest.fixture
+def notes(tmp_path):
+    """notes() is what the samplers of this test were asked, in order."""
+    return lambda: [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def sampler(tmp_path):
+    """sampler("draw") is a --sampler of FAKE; more: code behind it."""
+    def write(function: str = "draw", more: str = "", code: str = FAKE) -> str:
+        path = tmp_path / f"{function}.py"
+        path.write_text(code.replace("NOTES", repr(str(tmp_path / "notes.jsonl"))) + more)
+        return f"{path}:{function}"
+
+    return write
+
+
+# What it is asked, and what becomes of the answer.
+
+def test_a_sampler_is_asked_for_each_drawing_with_the_weights_of_that_moment(run, sampler, notes, data_files):
+    whole = run(f"--sampler {sampler()} --sample-every 2 --steps 6 --save-every 2 --keep 9 --temperature 0.7 "
+                f"--top-p 0.9 --eval-data {data_files['prompts']} --eval-every 2 --eval-samples 3")
+    asked = notes()
+    assert len({note["pid"] for note in asked}) == 1  # one process for the run
+    # Before the first step and after every second one: held-out samples, their greedy completions, the next drawing.
+    assert [note["count"] for note in asked] == [3, 1, 4] * 3 + [3, 1]
+    assert [len(note["prompts"]) for note in asked] == [24, 24, 8] * 3 + [24, 24]
+    folders = [note["weights"] for note in asked]
+    assert folders[0] == folders[1] == folders[2] != folders[3] == folders[4] == folders[5]  # written when they changed
+    assert len({note["seed"] for note in asked[2::3]}) == 3
+    assert asked[2]["settings"] == dict(temperature=0.7, top_p=0.9, stop_ids=[3], max_new_tokens=4, dtype="float32")
+    assert asked[1]["settings"]["temperature"] == 0.001
+    for note, step in zip(asked[5::3], (2, 4, 6)):
+        saved = load_file(whole / "checkpoint" / f"step-{step:08d}" / "policy.safetensors")
+        assert note["first"] == pytest.approx(saved["model.norm.weight"][0].item(), abs=0)
+    assert not Path(folders[0]).parent.exists() and not any(os.path.exists(f"/proc/{note['pid']}") for note in asked)
+
+
+def test_what_is_trained_on_is_what_the_sampler_drew(run, sampler, notes):
+    folder = run(f"--sampler {sampler()} --sample-every 2 --steps 4")
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    drawn = [completion for note in notes() for group in note["answer"] for completion in group]
+    assert [[line["tokens"], line["logps"]] for line in lines] == drawn and len(drawn) == 4 * 4 * 4
+    assert [line["lag"] for line in metrics(folder)] == [0, 1, 0, 1]
+
+
+def test_an_engine_with_the_same_weights_agrees_with_the_trainer_about_log_probs(run, sampler, capsys):
+    flags = "--sample-every 2 --steps 4 --temperature 0.8"
+    agrees = metrics(run(f"{flags} --sampler {sampler('engine', code=ENGINE)}"))
+    assert "the sampler's log-probs" not in capsys.readouterr().err
+    assert all(line["sampler_gap"] < 1e-4 for line in agrees[0::2])  # lag 0: the same weights
+    assert all(line["sampler_gap"] > 1e-3 for line in agrees[1::2])  # lag 1: a step has changed them
+    unsure = metrics(run(f"{flags} --sampler {sampler('unsure', code=ENGINE)}"))
+    assert unsure[0]["sampler_gap"] == pytest.approx(0.1, abs=1e-4)
+    assert "step 1: the sampler's log-probs are more than 0.05 nats" in capsys.readouterr().err
+    assert unsure[0]["loss"] == agrees[0]["loss"]  # the ratio and the reference are of the trainer's own log-probs
+
+
+def test_a_taper_takes_the_samplers_own_log_probs(run, sampler):
+    flags = "--sample-every 2 --steps 2 --stale taper --sampler"
+    as_it_says = run(f"{flags} {sampler()}")
+    likelier = sampler("likelier", LIKELIER)
+    assert not same_weights(as_it_says, run(f"{flags} {likelier}"))
+
+
+def test_it_has_an_interpreter_and_devices_of_its_own(run, sampler, notes, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ours")  # torchrun's words are of the trainer's ranks
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nINTERPRETER=other exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    run(f"--sampler {sampler()} --sampler-python {python} --sampler-devices 5,6 --sample-every 2 --steps 2")
+    environment = notes()[0]["environment"]
+    assert environment["INTERPRETER"] == "other" and environment["CUDA_VISIBLE_DEVICES"] == "5,6"
+    assert not {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"} & environment.keys()
+
+
+# Drawing ahead.
+
+def test_what_is_drawn_ahead_comes_from_the_weights_at_the_start_of_the_drawing_before(run, sampler, notes):
+    flags = f"--sampler {sampler()} --sample-every 2 --steps 8 --draw-ahead"
+    folder = run(flags)
+    asked = notes()
+    assert asked[0]["digest"] == asked[1]["digest"] and len({note["digest"] for note in asked}) == 3
+    assert [line["lag"] for line in metrics(folder)] == [0, 1, 2, 3, 2, 3, 2, 3]
+    after_two_steps = run("--sample-every 2 --steps 4 --sampler " + sampler())  # asks with them at its second drawing
+    assert notes()[-1]["digest"] == asked[2]["digest"] and metrics(after_two_steps)[:2] != []
+    # The drawings are of the same prompts, with the same seeds.
+    assert [note["seed"] for note in notes()[-2:]] == [note["seed"] for note in asked[:2]]
+
+
+def test_a_batch_is_the_same_whether_or_not_it_was_drawn_while_another_was_trained_on(run, sampler):
+    flags = "--sample-every 2 --steps 6 --draw-ahead --sampler"
+    quick = run(f"{flags} {sampler()}")
+    slow = run(f"{flags} {sampler('slow', SLOW)}")
+    assert timeless(quick) == timeless(slow) and same_weights(quick, slow)
+
+
+def test_drawing_ahead_overlaps_with_training(run, sampler):
+    """A drawing takes 0.3 s, and what follows each of them no less: drawn ahead, most of the wait is gone."""
+    flags = f"--sampler {sampler('slow', SLOW)} --sample-every 2 --steps 8 --reward {sampler('rests', RESTS)}"
+    waits = lambda folder: sum(line["sample_seconds"] for line in metrics(folder)[2:])
+    slept = waits(run(flags))
+    assert waits(run(f"{flags} --draw-ahead")) < slept - 0.5
+
+
+@pytest.mark.parametrize("more", ["", "--draw-ahead", "--draw-ahead --loss dpo --save-every 3",
+                                  "--draw-ahead --no-humanline --eval-every 3"])
+def test_a_resume_is_exact_though_completions_were_under_way(run, sampler, tmp_path, more, data_files):
+    flags = (f"--sampler {sampler('slow', SLOW)} --sample-every 4 --steps 12 --save-every 2 --keep 9 --eval-data "
+             f"{data_files['prompts']} --eval-samples 1 --eval-prompts 2 {more}")
+    whole = run(flags)
+    for step in sorted(int(path.name[5:]) for path in (whole / "checkpoint").iterdir())[1:-1]:
+        interrupted = tmp_path / f"interrupted-{step}"
+        humanline.shutil.copytree(whole, interrupted)
+        humanline.shutil.rmtree(interrupted / "final")
+        for path in (interrupted / "checkpoint").iterdir():
+            if int(path.name[5:]) > step:
+                humanline.shutil.rmtree(path)
+        run(f"{flags} --resume latest", out=str(interrupted))
+        assert timeless(interrupted) == timeless(whole) and same_weights(interrupted, whole), step
+
+
+# What goes wrong costs a line.
+
+BREAKS = {  # what the second drawing does, and what is said of it
+    "os.kill(os.getpid(), 9)": "its process ended with status -9: these are my last words",
+    "sys.exit('no more')": "SystemExit: no more",
+    "time.sleep(99)": "took longer than 5 s",
+    "raise MemoryError('no memory for the cache')": "MemoryError: no memory for the cache",
+    "return None": "it returned no pairs of token ids and log-probs, but None",
+    "return answer[1:]": "it returned other than 4 completions for each of 8 prompts",
+    "return [group[1:] for group in answer]": "it returned other than 4 completions for each of 8 prompts",
+    "return [[ids for ids, _ in group] for group in answer]": "it returned no pairs of token ids and log-probs",
+    "return [[([103], [-1.0])] * 4] * 8": "it returned a token that is none",
+    "return [[([9.5, 3], [-1.0, -1.0])] * 4] * 8": "it returned a token that is none",
+    "return [[([9] * 5, [-1.0] * 5)] * 4] * 8": "it returned 5 tokens, where 4 were the most",
+    "return [[([9, 3], [-1.0])] * 4] * 8": "it returned no log-prob of a token",
+    "return [[([9, 3], [-1.0, float('nan')])] * 4] * 8": "it returned no log-prob of a token",
+    "return [[([9, 3], [-1.0, 0.5])] * 4] * 8": "it returned no log-prob of a token",
+    "return [[([9], [-1.0])] * 4] * 8": "it returned a completion that does not end with its first stop token",
+    "return [[([], [])] * 4] * 8": "it returned a completion that does not end with its first stop token",
+    "return [[([9, 3, 3], [-1.0] * 3)] * 4] * 8": "it returned a completion that does not end with its first stop",
+}
+
+
+def breaking(tmp_path: Path, what: str, times: int) -> str:
+    """Code of a sampler that does `what` at its second drawing, `times` times."""
+    return f"""
+
+def breaking(*request):
+    answer, broken = draw(*request), pathlib.Path({str(tmp_path / "broken")!r})
+    times = len(broken.read_text()) if broken.exists() else 0
+    if request[3] != {humanline.seed_for(0, "draw", 1)} and times < {times}:
+        broken.write_text("x" * (times + 1))
+        print("these are my last words", flush=True)
+        {what}
+    return answer
+"""
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_sampler_that_fails_once_is_started_anew_and_changes_nothing(run, sampler, notes, tmp_path, capsys, what):
+    flags = f"--sample-every 2 --steps 4 --sampler-seconds {5 if 'sleep' in what else 60} --sampler"
+    good = run(f"{flags} {sampler()}")
+    capsys.readouterr()
+    broken = run(f"{flags} {sampler('breaking', breaking(tmp_path, what, 1))}")
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "--sampler" in line]
+    assert BREAKS[what] in line and line.endswith("starting it anew")
+    assert timeless(broken) == timeless(good) and same_weights(broken, good)
+    assert len({note["pid"] for note in notes()}) == 3  # of both runs, and once anew
+
+
+@pytest.mark.parametrize("ahead", ["", "--draw-ahead"])
+@pytest.mark.parametrize("what", list(BREAKS)[:5])
+def test_one_that_fails_again_ends_the_run_in_a_line_and_a_resume_goes_on(run, sampler, tmp_path, capsys, what, ahead):
+    flags = f"--sample-every 2 --steps 6 --save-every 2 {ahead} --sampler-seconds {5 if 'sleep' in what else 60} --sampler"
+    out, spec = str(tmp_path / "broken-run"), sampler("breaking", breaking(tmp_path, what, 2))
+    with pytest.raises(UserError) as raised:
+        run(f"{flags} {spec}", out=out)
+    assert "\n" not in str(raised.value) and BREAKS[what] in str(raised.value) and "sampler.log" in str(raised.value)
+    if "last words" in BREAKS[what]:
+        assert "these are my last words" in Path(out, "sampler.log").read_text()
+    resumed = run(f"{flags} {spec} --resume latest", out=out)  # by now it has failed twice, and works
+    good = run(f"{flags} {spec}")
+    assert timeless(resumed) == timeless(good) and same_weights(resumed, good)
+
+
+def test_a_killed_trainer_leaves_no_sampler_and_its_resume_no_weights(
+        tiny, data_files, sampler, notes, tmp_path, varied):
+    flags = (f"--model {tiny} --data {data_files['prompts']} --reward {varied} --steps 2 --batch-size 2 "
+             f"--group-size 2 --max-new-tokens 4 --sample-every 2 --out {tmp_path / 'run'} "
+             f"--sampler {sampler('hangs', HANGS)}").split()
+    trainer = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags], stderr=subprocess.DEVNULL)
+    while not (tmp_path / "notes.jsonl").exists():
+        assert trainer.poll() is None
+        time.sleep(0.1)
+    folder = Path(notes()[0]["weights"]).parent
+
+    def session() -> list[str]:  # the sampler and what it has started
+        line = ["ps", "-o", "pid=", "-g", str(notes()[0]["pid"])]
+        return subprocess.run(line, capture_output=True, text=True).stdout.split()
+
+    assert session()
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    for _ in range(100):
+        if not session():
+            break
+        time.sleep(0.1)
+    assert not session() and folder.exists()  # nobody was left to remove it
+    sampler("hangs", HANGS.replace("98765", "0"))
+    assert command(*flags, "--resume", "latest").returncode == 0
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--sampler vlm", "--sampler vlm: write generate, vllm or FILE.py:function"),
+    ("--sampler vllm --model x --data y.jsonl", "nothing is drawn; leave it out, or say how often with --sample-every"),
+    ("--draw-ahead --sample-every 2", "--draw-ahead need a process of its own"),
+    ("--sampler-python python3 --sample-every 2", "--sampler generate has none"),
+    ("--sampler-devices 0 --sample-every 2", "--sampler generate has none"),
+    ("--sampler-seconds 0", "--sampler-seconds is 0.0; it must be above 0"),
+    ("--sampler x.py:f --draw-ahead --eval-data y.jsonl", "--draw-ahead: nothing is drawn"),
+])
+def test_flags_that_make_no_sense_are_refused(flags, says):
+    with pytest.raises(UserError, match=says.replace(".", r"\.")):
+        humanline.parse_config(flags.split())
+
+
+@pytest.mark.parametrize("spec, more, says", [
+    ("missing.py:draw", "", "No such file or directory: 'missing.py'"),
+    ("{file}:absent", "", "has no attribute 'absent'"),
+    ("{file}:draw", "--sampler-python /no/python", "No such file or directory: '/no/python'"),
+    ("{file}:draw", "--sampler-python /bin/false", "its process ended with status 1"),
+    ("{file}:draw", "--sampler-python /bin/ls", "its process ended with status 2: "),
+])
+def test_a_sampler_that_does_not_start_costs_a_line_and_leaves_nothing(run, sampler, tmp_path, spec, more, says):
+    spec = spec.replace("{file}", sampler().partition(":")[0])
+    with pytest.raises(UserError) as raised:
+        run(f"--sampler {spec} {more} --sample-every 2", out=str(tmp_path / "none"))
+    assert says in str(raised.value) and f"--sampler {spec}: " in str(raised.value) and "\n" not in str(raised.value)
+    assert not (tmp_path / "none").exists()
+
+
+def test_vllm_that_is_not_installed_is_asked_for_at_once(run, tmp_path):
+    if importlib.util.find_spec("vllm"):
+        pytest.skip("vllm is installed")
+    with pytest.raises(UserError, match="--sampler vllm: .*'vllm'; name the interpreter of an environment that has it "
+                                        "with --sampler-python"):
+        run("--sampler vllm --sample-every 2", out=str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_two_ranks_train_on_what_one_sampler_drew(run, sampler, notes, tiny, data_files, varied, tmp_path):
+    flags = f"--sampler {sampler()} --sample-every 2 --steps 4 --draw-ahead"
+    alone = run(flags)
+    asked = notes()
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+            str(ROOT / "humanline.py"), *(
+                f"--model {tiny} --data {data_files['groups']} --batch-size 4 --lr 1e-2 --max-new-tokens 4 --group-size "
+                f"4 --reward {varied} {flags} --shard --out {tmp_path / 'two'}").split()]
+    done = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    again = notes()[len(asked) :]  # by one rank alone
+    assert [note["seed"] for note in again] == [note["seed"] for note in asked]
+    first, second = (load_file(folder / "final" / "model.safetensors") for folder in (alone, tmp_path / "two"))
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)
+
+
+# --sampler generate: quicker than `generate` alone would be, with the same probabilities.
+
+PROMPTS = [[40, 41, 42]] * 3 + [[50]] * 2 + [[60, 61]] + [[40, 41, 42]]  # equal neighbours, and not
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(temperature=0.6), dict(top_p=0.8)])
+def test_draws_have_the_probabilities_that_they_report(tiny, settings):
+    policy, _, config = policy_of(tiny, max_new_tokens=1, **settings)
+    count = 20_000
+    drawn = humanline.sample(policy, [[40, 41, 42]] * count, [3], 3, config, 0)
+    reported = {ids[0]: logps[0] for ids, logps in drawn}
+    logits = policy(torch.tensor([[40, 41, 42]])).logits[0, -1].detach() / config.temperature
+    values, order = logits.softmax(-1).sort(descending=True)
+    nucleus = order[: int((values.cumsum(0) < config.top_p).sum()) + 1]
+    expected = torch.full_like(logits, -torch.inf).index_put((nucleus,), logits[nucleus]).softmax(-1)
+    for token, logp in reported.items():
+        assert logp == pytest.approx(float(expected[token].log()), abs=2e-4)
+    counts = torch.bincount(torch.tensor([ids[0] for ids, _ in drawn]), minlength=len(expected))
+    common = expected * count > 5
+    chi_squared = float(((counts - expected * count) ** 2 / (expected * count))[common].sum())
+    freedom = int(common.sum()) - 1
+    assert freedom > 10 and abs(chi_squared - freedom) < 4 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16"])
+@pytest.mark.parametrize("longest, cache", [(2, "StaticCache"), (9, "DynamicCache")])  # than the prompts
+def test_a_prompt_that_is_computed_once_changes_no_completion(tiny, monkeypatch, longest, cache, dtype):
+    policy, _, config = policy_of(tiny, max_new_tokens=longest, temperature=1e-4, dtype=dtype)
+    caches, prompt_cache = [], humanline.prompt_cache
+    monkeypatch.setattr(humanline, "prompt_cache", lambda *args: caches.append(prompt_cache(*args)) or caches[-1])
+    together = humanline.sample(policy, PROMPTS, [3], 3, config, 0)
+    alone = [humanline.sample(policy, [prompt], [3], 3, config, 0)[0] for prompt in PROMPTS]
+    assert type(caches[0]).__name__ == cache and caches[1:] == [None] * len(PROMPTS)
+    if dtype != "bfloat16":  # whose logits have ties, between which the draw is random
+        assert [ids for ids, _ in together] == [ids for ids, _ in alone]
+    config.temperature = 1.0
+    for prompt, (ids, logps) in zip(PROMPTS, humanline.sample(policy, PROMPTS, [3], 3, config, 0)):
+        expected = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        tolerance = 2e-4 if dtype == "float32" else 0.1
+        assert logps == pytest.approx(expected[range(len(ids)), ids].tolist(), abs=tolerance)
+
+
+def test_drawing_leaves_the_global_random_state_alone_and_is_a_function_of_the_seed(tiny):
+    policy, _, config = policy_of(tiny, max_new_tokens=5)
+    state = torch.random.get_rng_state()
+    first, again, other = (humanline.sample(policy, PROMPTS, [3], 3, config, seed) for seed in (1, 1, 2))
+    assert first == again != other and torch.equal(torch.random.get_rng_state(), state)
