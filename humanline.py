@@ -1728,7 +1728,7 @@ class Sampler:
         drawn, rewards, results, longest = {}, {}, {}, self.config.max_new_tokens
         bar = tqdm(total=sum(len(calls[number]) for number in numbers) * longest, desc=f"drawing {len(repeated)}",
                    unit="token", unit_scale=True, leave=False, delay=1, disable=True if rank() else None)
-        with ThreadPoolExecutor(1) as executor, bar:
+        with ThreadPoolExecutor(1) as executor, bar, self.rewards_given_up():
             for count, number in enumerate(numbers, 1):
                 groups = [repeated[i] for i in calls[number]]
                 ids, seed = [group.prompt for group in groups], seed_for(self.config.seed, "draw", step, number)
@@ -1758,6 +1758,16 @@ class Sampler:
             rewards = [self.total(values) for values in parts]
             rollouts.append(Group(group.row, group.prompt, completions, rewards, parts=list(parts), logps=logps))
         return rollouts
+
+    @contextlib.contextmanager
+    def rewards_given_up(self) -> Iterator[None]:
+        """On a second Ctrl-C no reward is waited for."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            for process in [reward.process for reward in self.rewards if reward.process]:
+                process.close()
+            raise
 
     def compute_rewards(self, texts: list[str], rows: list[Row]) -> list[list[float | None]]:
         """What each reward gives for the completion of each row; None where it failed."""
@@ -2092,7 +2102,7 @@ class FunctionProcess:
     def __init__(self, path: str, name: str, python: str = sys.executable, environment: dict[str, str] | None = None,
                  log: Path | None = None):
         self.code = f"{inspect.getsource(serve_function)}\nserve_function({path!r}, {name!r}, "
-        self.python, self.environment, self.log, self.end = python, environment, log, None
+        self.python, self.environment, self.log, self.end, self.is_closed = python, environment, log, None, False
         self(limit=300)
 
     @staticmethod
@@ -2106,8 +2116,15 @@ class FunctionProcess:
         self.ask(*call)
         return self.answer(limit)
 
+    def close(self) -> None:
+        """End the process, for good: a call under way fails, and so do all later ones."""
+        self.is_closed = True
+        self.end()
+
     def ask(self, *call: Any) -> None:
         """Send a call, and do not wait for its answer."""
+        if self.is_closed:
+            raise RuntimeError("it was ended")
         if self.end is None or not self.end.alive:
             self.pipe, theirs = multiprocessing.Pipe()
             # -P: no modules from the present folder. A session can be ended as a whole, and Ctrl-C is not for it.

@@ -68,6 +68,25 @@ def test_a_signal_ends_the_run_after_its_step_ready_to_go_on(run, data_files, tm
     assert timeless(resumed) == timeless(whole) and same_weights(resumed, whole)
 
 
+@pytest.mark.parametrize("flags", ["--sample-every 1 --data PROMPTS", "--data GROUPS --eval-data PROMPTS"])
+def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path, flags):
+    slow = tmp_path / "slow.py"  # a reward that is still awaited when the second one comes
+    slow.write_text("import time\ndef reward(prompts, completions, rows):\n    time.sleep(60)\n")
+    flags = flags.replace("PROMPTS", data_files["prompts"]).replace("GROUPS", data_files["groups"])
+    flags += f" --model {tiny} --steps 9 --max-new-tokens 4 --reward {slow}:reward --reward-seconds 99"
+    line = [sys.executable, str(ROOT / "humanline.py"), *flags.split(), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    while not process.stdout.readline().startswith("steps  "):
+        assert process.poll() is None
+    for _ in range(2):
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in error
+    assert error.splitlines()[-1] == "humanline.py: stopped at once; what was saved before stays"
+
+
 def test_a_stopped_command_exits_with_143_and_says_how_to_go_on(tiny, data_files, tmp_path):
     out = tmp_path / "out"
     flags = ["--model", tiny, "--data", data_files["groups"], "--steps", "100000", "--out", str(out)]
