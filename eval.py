@@ -2130,10 +2130,10 @@ REAL_TUNING_SEED = 101
 
 def real_variants(loss: str) -> dict[str, tuple[str, str]]:
     """Each variant's switches, where {k} is its --sync-k, and the variant whose tuned settings it takes."""
-    papers, both, alone = (f"--sync-k {{k}} --stale {stale} --prior {prior}"
-                           for stale, prior in (("keep", 0), ("taper", 1), ("drop", 1)))
+    papers, both, means, alone = (f"--sync-k {{k}} --stale {stale} --prior {prior}" for stale, prior in
+                                  (("keep", 0), ("taper", 1), ("taper-mean", 1), ("drop", 1)))
     variants = {"offline": (NEVER, "offline"), PAPERS: (papers, PAPERS), BOTH: (both, BOTH),
-                "online": (f"{ONLINE} {NEVER}", "online")}
+                MEANS: (means, PAPERS), "online": (f"{ONLINE} {NEVER}", "online")}
     if loss == "grpo":
         drawn = f"--sample-every {SPARSELY.split()[1]}"
         variants |= {ALONE: (alone, BOTH), SPARSELY: (f"{drawn} {NEVER}", "online"),
@@ -2344,7 +2344,7 @@ def real_verdicts(title: str, value: Callable[..., np.ndarray], runs: Runs, flag
                               f"{spread(ahead, sign='+')}, paired{more}", few or (is_better and high > 0)))
 
     compare(online, offline, "online ends above offline", True)
-    for name in (PAPERS, BOTH):
+    for name in [name for name in (PAPERS, BOTH, MEANS) if name in flags]:
         of_three = common(offline, value(name, "reward"), online)
         share = f"; {show_share(closed(*of_three))} of the gap" if len(of_three[0]) else ""
         compare(value(name, "reward"), offline, f"{name} does better than offline", True, share)

@@ -822,13 +822,13 @@ def test_the_real_experiment_tunes_first_and_then_compares_what_the_tuning_chose
     text, curves, (rates, ks, reported) = pretended_real(losses=("kto",), offline=0.3, humanline=0.8, online=0.9)
     assert all(flags.endswith("--seed 101") for flags in rates + ks)
     assert not any("--seed 101" in flags for flags in reported)
-    assert len(rates) == 2 * 4 * 3 and len(ks) == 2 * 2 * 2 and len(reported) == 2 * 4 * 3  # tasks, variants, rates or ks
+    assert len(rates) == 2 * 4 * 3 and len(ks) == 2 * 2 * 2 and len(reported) == 2 * 5 * 3  # tasks, variants, rates or ks
     assert all("--lr 2e-5" in flags for flags in ks + reported)
     assert all("--sync-k 4 " in flags for flags in reported if "--no-humanline" not in flags)
     assert set(curves) == {("sentiment", "kto"), ("checked", "kto")}
     report = "\n".join(text)
-    assert "| offline + humanline | 2e-05, 4 | 0.802 ± 0.002 | 0.802 ± 0.002 | 83% [83%, 83%] |" in report
-    assert "- **holds**: KTO, checked: online ends above offline: +0.600 ± 0.000, paired" in report
+    assert "| offline + humanline | 3 | 2e-5, 4 | 0.802 ± 0.002 | 0.802 ± 0.002 | 83% [83%, 83%] |" in report
+    assert "- **holds**: KTO, checked, 3 seeds: online ends above offline: +0.600 ± 0.000, paired" in report
     assert "offline + humanline gains as much as online at the same distance from the base: -0.100" in report
     assert 'best 1.00: "two' in report
 
@@ -836,13 +836,26 @@ def test_the_real_experiment_tunes_first_and_then_compares_what_the_tuning_chose
 def test_the_real_experiment_says_what_does_not_hold():
     text, _, _ = pretended_real(losses=("kto",), offline=0.6, humanline=0.5, online=0.9)
     report = "\n".join(text)
-    assert "- **does not hold**: KTO, checked: offline + humanline does better than offline: -0.100" in report
-    assert "- **does not hold**: KTO, checked: offline + humanline gains as much as online at the same distance" in report
+    assert "- **does not hold**: KTO, checked, 3 seeds: offline + humanline does better than offline: -0.100" in report
+    assert ("- **does not hold**: KTO, checked, 3 seeds: offline + humanline gains as much as online at the same "
+            "distance") in report
 
 
 def test_the_quick_real_experiment_is_four_runs_with_the_settings_that_are_known():
     text, curves, (runs,) = pretended_real(losses=("grpo",), tasks=("sentiment",), seeds=(1,), quick=True)
     assert [flags.split("--seed ")[1] for flags in runs] == ["1"] * 4 and "not decided" in "\n".join(text)
+
+
+def test_the_real_experiment_reports_what_is_there_and_compares_the_seeds_that_two_share(monkeypatch):
+    lookup = evaluation.Runs.lookup  # no online run but that of seed 3
+    missing = lambda flags: "--sample-every 1 " in flags and flags.endswith(("--seed 1", "--seed 2"))
+    monkeypatch.setattr(evaluation.Runs, "lookup", lambda runs, flags: {} if missing(flags) else lookup(runs, flags))
+    text, curves, _ = pretended_real(losses=("kto",), tasks=("checked",), offline=0.3, humanline=0.8, online=0.9)
+    report = "\n".join(text)
+    assert "| online | 1 | 2e-5 | 0.903 |" in report and "| offline | 3 | 2e-5 |" in report
+    assert "- **not decided**: KTO, checked, 1 seed: online ends above offline: +0.600, paired" in report
+    assert "- **holds**: KTO, checked, 3 seeds: offline + humanline does better than offline: +0.500 ± 0.000" in report
+    assert [len(runs) for runs in curves["checked", "kto"].values()] == [3, 3, 3, 3, 1]
 
 
 def test_the_real_experiment_is_drawn(tmp_path):
