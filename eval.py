@@ -2262,14 +2262,14 @@ def describe_completions(drawn: list[dict], model: str, config: Config) -> dict[
 
 def at_kl(run: dict, kl: float) -> float:
     """The reward of a run where it had come `kl` nats away from its base; between measurements it is taken to rise
-    evenly, and a run that never came so far has its last."""
-    points = [(run[f"kl {step}"], run[f"reward {step}"]) for step in REAL_STEPS if f"kl {step}" in run]
-    if math.isnan(kl):
+    evenly, and a run that never came so far has its last. NaN where it was farther away at its first measurement."""
+    points = [(run[f"kl {step}"], run[f"reward {step}"]) for step in REAL_STEPS[1:] if f"kl {step}" in run]
+    if not points or not kl >= points[0][0]:
         return math.nan
     for (near, low), (far, high) in itertools.pairwise(points):
         if near <= kl <= far:
             return low + (high - low) * (kl - near) / max(far - near, 1e-9)
-    return points[-1][1] if points else math.nan
+    return points[-1][1]
 
 
 def real(runs: Runs, losses: Iterable[str], tasks: Iterable[str]) -> tuple[list[str], dict]:
@@ -2423,7 +2423,9 @@ def reproduce_real(flags: Reproduce) -> None:
         for folder in (home, results.parent):
             folder.mkdir(parents=True, exist_ok=True)
         train_all_real(missing, flags.real, home, flags.jobs, keep)
-    command = f"python eval.py reproduce --real {flags.real}" + " --quick" * flags.quick
+    command = f"python eval.py reproduce --real {'FOLDER' if Path(flags.real).exists() else flags.real}"
+    command += " --quick" * flags.quick + f" --losses {' '.join(losses)}" * (losses != Reproduce.losses)
+    command += f" --seeds {flags.seeds}" * bool(flags.seeds)
     text.insert(0, f"# humanline on a real language model\n\n`{command}`: {len(runs.wanted.keys() & known)} runs of "
                 f"{REAL_STEPS[-1]} steps. Mean ± half of the 95 % interval over seeds; a seed is the offline data and "
                 "the run, and differences are paired by seed.")
