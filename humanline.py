@@ -2910,7 +2910,7 @@ def to_toml(config: Config) -> str:
     """Every setting as TOML that --config reads back; where the run lies is left to the next one."""
     lines = ["# python humanline.py --config THIS_FILE repeats the run.\n"]
     for name, value in vars(config).items():
-        if value is not None and name not in ("out", "config", "resume", "plan"):
+        if value is not None and name not in ("out", "config", "resume"):
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             lines.append(f"{name} = {text}\n")
     return "".join(lines)
