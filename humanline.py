@@ -3169,7 +3169,7 @@ def to_toml(config: Config) -> str:
     loss they may come to something else. Where the run lies is left to the next one."""
     lines = ["# python humanline.py --config THIS_FILE repeats the run. Behind a # stand defaults.\n"]
     for name, value in vars(config).items():
-        if value is not None and name not in ("out", "config", "resume", "plan", "untyped"):
+        if value is not None and name not in ("out", "config", "resume", "untyped"):
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             is_default = name in config.untyped and name not in ("loss", "model", "data", "seed")
             lines.append(f"{'# ' * is_default}{name} = {text}\n")
