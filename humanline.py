@@ -1803,7 +1803,7 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int,
         on_token()
         return scores.fill_(-math.inf).scatter_(1, tokens, 0.0)
 
-    settings = GenerationConfig(do_sample=False, eos_token_id=stops, pad_token_id=pad,
+    settings = GenerationConfig(do_sample=False, eos_token_id=stops, pad_token_id=pad, disable_compile=True,
                                 max_new_tokens=config.max_new_tokens)
     # Given here and not in `settings`, as those come behind what is given here.
     processors = [TemperatureLogitsWarper(config.temperature)] if config.temperature != 1 else []

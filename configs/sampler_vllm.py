@@ -34,6 +34,8 @@ def sample(prompts: list[list[int]], settings: dict, count: int, seed: int, weig
                      **on_gpus if gpus else on_cpu)
     elif weights != loaded:
         engine.collective_rpc("reload_weights", kwargs=dict(weights_path=weights))
+        if not torch.cuda.is_available():
+            engine.apply_model(repack_head)
         engine.reset_prefix_cache()  # it holds what the old weights made of the prompts
     loaded = weights
     # vLLM takes no temperature below 0.01; there the likeliest token is meant, which its 0 stands for.
@@ -45,3 +47,8 @@ def sample(prompts: list[list[int]], settings: dict, count: int, seed: int, weig
     outputs = engine.generate([dict(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
     return [[(list(drawn.token_ids), [at[token].logprob for token, at in zip(drawn.token_ids, drawn.logprobs)])
              for drawn in output.outputs] for output in outputs]
+
+
+def repack_head(model: torch.nn.Module) -> None:
+    """vLLM 0.32 on a CPU multiplies with a copy of the output head, which a reload forgets where the head is tied."""
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

@@ -409,3 +409,26 @@ def test_drawing_leaves_the_global_random_state_alone_and_is_a_function_of_the_s
     state = torch.random.get_rng_state()
     first, again, other = (humanline.sample(policy, PROMPTS, [3], 3, config, seed) for seed in (1, 1, 2))
     assert first == again != other and torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter of an environment with vLLM")
+def test_vllm_draws_with_the_trainers_weights_before_and_after_a_step(tmp_path, data_files, varied):
+    """The gap in fp32 where the weights are the same: a reload that forgot a tensor would show. Heads of vLLM's size."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = humanline.embedded_tokenizer()
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    done = command(*(f"--model {tmp_path / 'model'} --data {data_files['prompts']} --reward {varied} --sample-every 2 "
+                     f"--steps 6 --batch-size 4 --group-size 4 --max-new-tokens 8 --lr 1e-2 --sampler vllm "
+                     f"--sampler-python {os.environ['VLLM_PYTHON']} --out {tmp_path / 'run'}").split())
+    assert done.returncode == 0, done.stderr
+    lines = metrics(tmp_path / "run")
+    assert [line["lag"] for line in lines] == [0, 1] * 3
+    assert all(line["sampler_gap"] < 1e-3 for line in lines[0::2])
+    assert all(line["sampler_gap"] > 1e-2 for line in lines[1::2])
