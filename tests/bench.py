@@ -500,8 +500,8 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
     lengths = [37 if real else chance.randint(load.prompt // 2, load.prompt) for _ in range(count)]
     prompts = [chance.choices(range(10, policy.config.vocab_size), k=length) for length in lengths]
     prompts = [prompts[i - i % 8] for i in range(count)] if real else prompts
-    stops = [] if real else list(range(0, load.vocabulary, 128))
-    settings = dict(do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=stops or None, pad_token_id=0)
+    stops = [0] if real else list(range(0, load.vocabulary, 128))
+    settings = dict(do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=stops, pad_token_id=0)
 
     def plain() -> int:
         ones = [[1] * len(prompt) for prompt in prompts]
@@ -516,7 +516,7 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
             drawn = policy.generate_batch(inputs=prompts, generation_config=GenerationConfig(**settings))
         return sum(len(output.generated_tokens) for output in drawn.values())
 
-    trainers = lambda: sum(map(len, (ids for ids, _ in humanline.sample(policy, prompts, stops or [-1], 0, config, 0))))
+    trainers = lambda: sum(map(len, (ids for ids, _ in humanline.sample(policy, prompts, stops, 0, config, 0))))
     ways = {"as the trainer samples": trainers, "generate, plain": plain}
     ways |= {} if real else {"generate_batch (continuous batching)": continuous}
     rates, busy = ({name: [] for name in ways} for _ in range(2))
