@@ -394,3 +394,10 @@ def test_a_plans_activations_follow_the_microbatch_checkpointing_and_sampling(we
     assert sampling > tokens * 12 * 2 * 512 * 4 / 2**20  # the cache: keys and values of each layer
     assert "--lora 16" in advice and "--checkpoint-activations" in advice
     assert "--lora" not in planned(capsys, *common, "--lora", "16")[1]
+
+
+def test_settings_of_adapters_survive_the_runs_config_file(tmp_path):
+    config = humanline.parse_config("--lora 4 --lora-alpha 8 --lora-targets q_proj v_proj --merge".split())
+    file = tmp_path / "config.toml"
+    file.write_text(humanline.to_toml(config))
+    assert humanline.parse_config(["--config", str(file)]) == dataclasses.replace(config, config=str(file))
