@@ -2155,8 +2155,9 @@ def real_tuned(runs: Runs, loss: str, variant: str) -> tuple[str, str] | None:
 
     def reward(lr: str, k: int) -> float:
         flags = (real_flags(task, loss, switches, lr, k) for task in TASKS)
-        return float(np.mean([runs.lookup(f"{one} --seed {REAL_TUNING_SEED}").get(f"reward {REAL_STEPS[-1]}", math.nan)
-                              for one in flags]))
+        tried = [runs.lookup(f"{one} --seed {REAL_TUNING_SEED}") for one in flags]
+        diverged = -math.inf  # a run that is there and has no last reward
+        return float(np.mean([run.get(f"reward {REAL_STEPS[-1]}", diverged if run else math.nan) for run in tried]))
 
     first, *others = REAL_GRID["k"]
     rates = {lr: reward(lr, first) for lr in REAL_GRID["lr"]}
@@ -2230,18 +2231,17 @@ def train_real(flags: str, model: str, home: Path) -> dict:
         seconds = np.cumsum([line["step_seconds"] for line in lines])
         drawing = np.cumsum([line["sample_seconds"] for line in lines])
         for step in (0, *range(often, last + 1, often)):
-            drawn = [line for line in rollouts if line["step"] == step]
-            if not drawn:
-                continue
-            line = lines[step - 1] if step else dict(greedy=lines[0]["greedy_before"])
-            measured = dict(reward=np.mean([one["reward"] for one in drawn]), greedy=line["greedy"],
+            drawn = sorted((line for line in rollouts if line["step"] == step), key=lambda line: line["reward"])
+            if not drawn or step > len(lines):  # it diverged before
+                break
+            greedy = lines[step - 1]["greedy"] if step else lines[0]["greedy_before"] if lines else math.nan
+            measured = dict(reward=np.mean([one["reward"] for one in drawn]), greedy=greedy,
                             seconds=seconds[step - 1] if step else 0.0, drawing=drawing[step - 1] if step else 0.0)
             measured |= describe_completions(drawn, model, config)
             outcome |= {f"{name} {step}": round(float(value), 4) for name, value in measured.items()}
-    drawn.sort(key=lambda line: line["reward"])
-    places = dict(worst=0, low=len(drawn) // 4, median=len(drawn) // 2, high=3 * len(drawn) // 4, best=-1)
-    samples = {name: dict(reward=round(drawn[place]["reward"], 3), completion=drawn[place]["completion"])
-               for name, place in places.items()}
+            places = dict(worst=0, low=len(drawn) // 4, median=len(drawn) // 2, high=3 * len(drawn) // 4, best=-1)
+            samples = {name: dict(reward=round(drawn[place]["reward"], 3), completion=drawn[place]["completion"])
+                       for name, place in places.items()}
     return outcome | dict(samples=samples)
 
 

@@ -883,6 +883,14 @@ def test_a_real_run_is_measured_and_its_distance_from_the_base_is_that_of_its_lo
             for step in (0, 1, 2)} <= outcome.keys()
     assert outcome["seconds 2"] > outcome["seconds 1"] > 0 == outcome["drawing 2"] and len(outcome["samples"]) == 5
 
+    def diverges(run, batch, loss, grad_norm):
+        if batch.step == 2:
+            raise FloatingPointError("step 2: loss nan")
+
+    monkeypatch.setattr(humanline.Run, "stop_unless_finite", diverges)
+    diverged = evaluation.train_real(flags, tiny, tmp_path)
+    assert {"reward 0", "reward 1"} <= diverged.keys() and "reward 2" not in diverged and len(diverged["samples"]) == 5
+
 
 def test_exact_pass_is_what_samples_tend_to(tiny, data_files):
     rows = [dict(row, answer="".join(random.Random(i).choices("0123456789", k=1 + i % 3)))
