@@ -2839,11 +2839,11 @@ See [Humanline: Online Alignment as Perceptual Loss](https://arxiv.org/abs/2509.
 {settings}```
 """
 
-def whole_weights(policy: Module) -> dict[str, Tensor]:
-    """The weights by name, gathered from all ranks, on the CPU; a tied head comes once."""
+def whole_weights(policy: Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """The weights by name, gathered from all ranks, on the CPU: those of `names`, or all; a tied head comes once."""
     every, distinct = (dict(policy.named_parameters(remove_duplicate=once)) for once in (False, True))
-    return {name: full(value.detach()).cpu() for name, value in policy.state_dict().items()
-            if name in distinct or name not in every}
+    names = distinct.keys() | (policy.state_dict().keys() - every.keys()) if names is None else names
+    return {name: full(value.detach()).cpu() for name, value in policy.state_dict().items() if name in names}
 
 def write_weights(path: Path, policy: Module, tokenizer: Any, dtype: str) -> None:
     """The policy as it is, for an external sampler: an ordinary Hugging Face folder."""
@@ -2859,9 +2859,7 @@ def write_weights(path: Path, policy: Module, tokenizer: Any, dtype: str) -> Non
 
 def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> None:
     """An ordinary Hugging Face folder, or with --lora a peft folder, unless --merge."""
-    weights = whole_weights(policy)
-    if config.lora:
-        weights = {name: weights[name] for name in trained(policy)}
+    weights = whole_weights(policy, trained(policy) if config.lora else None)
 
     def write(path: Path) -> None:
         with new_folder(path, hashed=False) as folder:
