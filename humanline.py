@@ -1113,7 +1113,7 @@ def stop_signals() -> Iterator[list[int]]:
         with contextlib.suppress(OSError):  # written at once: stderr's own buffer may be in use, or its terminal gone
             os.write(2, f"humanline.py: warning: {signal.Signals(number).name}: stopping after this step\n".encode())
         if number == signal.SIGINT and world_size() == 1:
-            signal.signal(number, handlers[number])
+            signal.signal(number, signal.default_int_handler)
 
     if threading.current_thread() is threading.main_thread():
         signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
