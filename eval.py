@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -2420,6 +2421,8 @@ def reproduce_real(flags: Reproduce) -> None:
         missing = [run for run in runs.wanted if run not in known and flags.train]
         if not missing:
             break
+        if "sentiment" in tasks and not importlib.util.find_spec("vaderSentiment"):
+            raise UserError("--real: one of its rewards is not installed; pip install vaderSentiment")
         for folder in (home, results.parent):
             folder.mkdir(parents=True, exist_ok=True)
         train_all_real(missing, flags.real, home, flags.jobs, keep)

@@ -892,6 +892,14 @@ def test_a_real_run_is_measured_and_its_distance_from_the_base_is_that_of_its_lo
     assert {"reward 0", "reward 1"} <= diverged.keys() and "reward 2" not in diverged and len(diverged["samples"]) == 5
 
 
+def test_the_real_experiment_asks_for_its_reward_before_it_draws(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(evaluation, "train_all_real", lambda *_: pytest.fail("it draws"))
+    assert evaluation.main(["reproduce", "--real", tiny, "--quick"]) == 2 and not Path("evals").exists()
+    assert capsys.readouterr().err.endswith("not installed; pip install vaderSentiment\n")
+
+
 def test_exact_pass_is_what_samples_tend_to(tiny, data_files):
     rows = [dict(row, answer="".join(random.Random(i).choices("0123456789", k=1 + i % 3)))
             for i, row in enumerate(rows_of("prompts", 6))]

@@ -79,10 +79,13 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
                                stderr=subprocess.PIPE, text=True)
     while not process.stdout.readline().startswith("steps  "):
         assert process.poll() is None
-    for _ in range(2):
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    try:
+        for _ in range(2):
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130 and "Traceback" not in error
     assert error.splitlines()[-1] == "humanline.py: stopped at once; what was saved before stays"
 
