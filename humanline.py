@@ -1840,11 +1840,14 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> A
     different, index = torch.cat([ids, mask], 1).unique_consecutive(dim=0, return_inverse=True)
     if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not config.share_prompts:
         return None
-    cache = DynamicCache()
+    cache, dtype = DynamicCache(), torch.bfloat16 if config.dtype == "mixed" else policy.dtype
+
+    class CastingCache(StaticCache):
+        def update(self, keys: Tensor, values: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
+            return super().update(keys.to(dtype), values.to(dtype), *args, **more)
+
     if config.max_new_tokens <= ids.shape[1]:
-        cache = StaticCache(config=policy.config, max_cache_len=ids.shape[1] + config.max_new_tokens)
-        update, dtype = cache.update, torch.bfloat16 if config.dtype == "mixed" else policy.dtype
-        cache.update = lambda keys, values, *args, **more: update(keys.to(dtype), values.to(dtype), *args, **more)
+        cache = CastingCache(config=policy.config, max_cache_len=ids.shape[1] + config.max_new_tokens)
     ids, mask = different.tensor_split(2, 1)
     ids, mask = ids[:, :-1], mask[:, :-1]
     policy.base_model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),

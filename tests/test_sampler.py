@@ -1,5 +1,6 @@
 """What draws: `generate`, or with --sampler another process, which gets the weights in a folder and may fail."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -387,7 +389,7 @@ def test_draws_have_the_probabilities_that_they_report(tiny, settings):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16"])
-@pytest.mark.parametrize("longest, cache", [(2, "StaticCache"), (9, "DynamicCache")])  # than the prompts
+@pytest.mark.parametrize("longest, cache", [(2, "CastingCache"), (9, "DynamicCache")])  # than the prompts
 def test_a_prompt_that_is_computed_once_changes_no_completion(tiny, monkeypatch, longest, cache, dtype):
     policy, _, config = policy_of(tiny, max_new_tokens=longest, temperature=1e-4, dtype=dtype)
     caches, prompt_cache = [], humanline.prompt_cache
@@ -402,6 +404,25 @@ def test_a_prompt_that_is_computed_once_changes_no_completion(tiny, monkeypatch,
         expected = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         tolerance = 2e-4 if dtype == "float32" else 0.1
         assert logps == pytest.approx(expected[range(len(ids)), ids].tolist(), abs=tolerance)
+
+
+@pytest.mark.parametrize("longest", [2, 9])
+def test_no_cache_outlives_its_drawing(tiny, monkeypatch, longest):
+    policy, _, config = policy_of(tiny, max_new_tokens=longest)
+    caches, prompt_cache = [], humanline.prompt_cache
+
+    def watched(*args):
+        cache = prompt_cache(*args)
+        caches.append(weakref.ref(cache.layers[0].keys))
+        return cache
+
+    monkeypatch.setattr(humanline, "prompt_cache", watched)
+    gc.disable()  # on a GPU nobody waits for it
+    try:
+        humanline.sample(policy, PROMPTS, [3], 3, config, 0)
+        assert len(caches) == 1 and caches[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_drawing_leaves_the_global_random_state_alone_and_is_a_function_of_the_seed(tiny):
