@@ -1572,12 +1572,39 @@ def encode_prompts(tokenizer: Any, prompts: list[list[dict]], answered: bool = F
     """Token ids of prompts, by the chat template or as plain text, up to where the completion begins; with `answered`
     up to the end of the answers that they hold."""
     if tokenizer.chat_template:
-        texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=not answered)
+        texts = render(tokenizer, prompts, add_generation_prompt=not answered)
         return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template writes BOS itself
     encoded = tokenizer(["\n\n".join(message["content"] for message in prompt) for prompt in prompts])["input_ids"]
     if not answered:  # some tokenizers put an end behind every text
         encoded = [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in encoded]
     return encoded
+
+def render(tokenizer: Any, dialogues: list[list[dict]], **settings: Any) -> list[str]:
+    """Each dialogue as the chat template writes it. A template is code that comes with a model: in the main thread it
+    has ten seconds and a gigabyte, and more as the dialogues are more; beyond them TimeoutError, MemoryError."""
+    def too_long(*_: Any) -> None:
+        raise TimeoutError(f"it took longer than {seconds:.0f} s")
+
+    seconds = TEMPLATE_SECONDS + len(dialogues) / 100
+    room = 2**30 + 32 * sum(len(str(message.get("content"))) for dialogue in dialogues for message in dialogue)
+    if threading.current_thread() is not threading.main_thread():
+        return tokenizer.apply_chat_template(dialogues, tokenize=False, **settings)
+    limits, before = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, too_long)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        if os.path.exists("/proc/self/statm"):  # on Linux
+            room += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            most = min([room, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
+            resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+        return tokenizer.apply_chat_template(dialogues, tokenize=False, **settings)
+    except MemoryError:
+        raise MemoryError("it wants more than a gigabyte") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+TEMPLATE_SECONDS = 10.0
 
 @dataclass
 class Batch:
@@ -1976,7 +2003,7 @@ def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     stops, first = {tokenizer.eos_token_id, *configured} - {None}, tokenizer.eos_token_id
     if tokenizer.chat_template:  # what the template writes behind an answer, such as <|eot_id|> or <end_of_turn>
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "humanline"}]
-        behind = tokenizer.apply_chat_template(turns, tokenize=False).split("humanline")[-1].strip()
+        behind = render(tokenizer, [turns])[0].split("humanline")[-1].strip()
         ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
         if ids and ids[0] in stops | set(tokenizer.all_special_ids):
             first = ids[0]
@@ -2159,8 +2186,10 @@ class FunctionProcess:
 
 def serve_function(path, name, pipe):
     """In a FunctionProcess: answer calls, the first of which only loads, until the pipe closes, even amid a call."""
-    import importlib.util, json, multiprocessing.connection, os, queue, signal, sys, threading
+    import contextlib, importlib.util, json, multiprocessing.connection, os, queue, signal, sys, threading
     pipe, calls, loaded = multiprocessing.connection.Connection(pipe), queue.SimpleQueue(), False
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # where the machine has no memory left, Linux ends this process, and not the trainer
 
     def listen():
         try:

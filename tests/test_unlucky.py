@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -100,13 +101,34 @@ def test_a_model_that_lacks_a_weight_is_refused(tiny, data_files, tmp_path, caps
     assert "its files lack model.layers.1.mlp.up_proj.weight" in line
 
 
-def test_a_chat_template_that_fails_is_one_line(tiny, data_files, tmp_path, capsys):
+@pytest.mark.parametrize("template, expected", [
+    ("{% for message in %}", "its chat template fails"),
+    ("{{ messages.__class__.__base__ }}", "its chat template fails: access to attribute '__class__'"),
+    ("{% if messages|length == 1 %}{{ raise_exception('not today') }}{% endif %}",
+     "the model's chat template refuses a prompt: not today"),
+    ("{{ 'a' * 3000000000 }}", "its chat template fails: it wants more than a gigabyte"),
+    ("{% if messages|length == 1 %}{{ 'a' * 3000000000 }}{% endif %}",
+     "the model's chat template refuses a prompt: it wants more than a gigabyte"),
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+     "its chat template fails: it took longer than 1 s")])
+def test_a_chat_template_that_fails_is_one_line(tiny, data_files, tmp_path, capsys, monkeypatch, template, expected):
+    monkeypatch.setattr(humanline, "TEMPLATE_SECONDS", 1.0)
     humanline.shutil.copytree(tiny, tmp_path / "model")
-    for path in (tmp_path / "model").glob("*"):
-        if path.name == "chat_template.jinja":
-            path.write_text("{% for message in %}")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     line = complaint(["--model", str(tmp_path / "model"), "--data", data_files["groups"]], tmp_path, capsys)
-    assert "its chat template fails" in line
+    assert expected in line
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+def test_a_reward_process_goes_first_where_memory_runs_out(tmp_path):
+    score = Path("/proc/self/oom_score_adj")
+    if not score.exists():
+        pytest.skip("Linux alone has it")
+    (tmp_path / "reward.py").write_text(f"def score():\n    return int(open('{score}').read())\n")
+    process = humanline.FunctionProcess(str(tmp_path / "reward.py"), "score")
+    assert process("call", limit=60) == 1000
+    process.close()
 
 
 @pytest.mark.parametrize("fields, expected", [
