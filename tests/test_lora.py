@@ -3,12 +3,13 @@
 import copy
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics, random_batch, timeless
+from conftest import metrics, random_batch, rows_of, timeless
 from safetensors.torch import load_file
 from test_command_line import complaint
 from test_models import ARCHITECTURES, folder, full_logits_logps, some_sequences  # noqa: F401  (a fixture)
@@ -243,6 +244,22 @@ def test_the_peft_folder_and_the_merged_one_are_the_same_model(run, tmp_path, dt
     assert theirs.peft_config["default"].task_type == "CAUSAL_LM"
     assert AutoTokenizer.from_pretrained(adapter)("ab")["input_ids"] == AutoTokenizer.from_pretrained(merged)("ab")[
         "input_ids"]
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
+def test_the_final_folder_trains_on_in_trl(run, tmp_path, merge):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    final = run(f"{LORA} --loss dpo --lr 0.1" + " --merge" * merge) / "final"
+    model = str(final) if merge else peft.AutoPeftModelForCausalLM.from_pretrained(final, is_trainable=True)
+    args = trl.DPOConfig(output_dir=str(tmp_path / "trl"), per_device_train_batch_size=4, max_steps=2, use_cpu=True,
+                         bf16=False, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True)
+    trainer = trl.DPOTrainer(model, args=args, train_dataset=datasets.Dataset.from_list(rows_of("pairs", 8)),
+                             processing_class=AutoTokenizer.from_pretrained(final))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    assert before and all(merge or "lora_" in name for name in before)
+    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if name in before)
+    assert all(math.isfinite(line["loss"]) for line in trainer.state.log_history if "loss" in line)
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "gemma2", "gpt2"])
