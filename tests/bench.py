@@ -2,6 +2,7 @@
 
   python tests/bench.py                                # DPO, KTO and GRPO steps, humanline.py against TRL, interleaved
   python tests/bench.py --trl-python ~/trl/bin/python  # with TRL from another environment (pip install trl==1.16.0)
+  python tests/bench.py --real FOLDER                  # the same on a real model, in mixed precision
   python tests/bench.py --what overhead                # what syncing and clipping add to a step
   python tests/bench.py --what scaling                 # memory as the vocabulary grows, time as the tokens grow
   python tests/bench.py --what ranks                   # two ranks of one thread against one of two
@@ -12,6 +13,7 @@
   python tests/bench.py --what idle --real FOLDER      # a step of which 60 % of the groups have no difference
   python tests/bench.py --what lora --real FOLDER      # adapters against all weights; what a moving reference adds
   python tests/bench.py --what plan --real FOLDER      # what --plan says, against the peak of the process
+  python tests/bench.py --what ahead [--real FOLDER]   # --draw-ahead: sampler and trainer on a core each
   python tests/bench.py --gpu                          # GPU sizes: 0.5 B parameters, completions of 256 to 768 tokens
 
 The workload: batches of 8 (pairs, examples, or one group of 8 samples), prompts of 64 tokens, completions of 64 to 192
@@ -58,11 +60,17 @@ class Workload:
     inner: int = 1024
     layers: int = 4
     heads: int = 4
+    kv_heads: int = 2
     batch: int = 8
     steps: int = 8
+    mixed: bool = False
 
 
 GPU = Workload(vocabulary=151_936, prompt=256, low=256, high=768, new=256, hidden=896, inner=4864, layers=24, heads=14)
+
+
+# A reward that differs from sample to sample, as a reward would.
+REWARD = "def reward(prompts, completions, rows):\n    return [len(text) % 7 / 7 for text in completions]\n"
 
 
 def write_workload(folder: Path, load: Workload) -> None:
@@ -79,7 +87,7 @@ def write_workload(folder: Path, load: Workload) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
         vocab_size=load.vocabulary, hidden_size=load.hidden, intermediate_size=load.inner,
-        num_hidden_layers=load.layers, num_attention_heads=load.heads, num_key_value_heads=2,
+        num_hidden_layers=load.layers, num_attention_heads=load.heads, num_key_value_heads=load.kv_heads,
         max_position_embeddings=8192, tie_word_embeddings=True, pad_token_id=pad, eos_token_id=eos,
         bos_token_id=None)).save_pretrained(folder / "model")
     chance = random.Random(0)
@@ -98,9 +106,7 @@ def write_workload(folder: Path, load: Workload) -> None:
         if loss != "grpo":
             rows = [{key: " " + value if key in answers else value for key, value in row.items()} for row in rows]
         (folder / f"{loss}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # A reward that differs from sample to sample, as a reward would.
-    (folder / "reward.py").write_text(
-        "def reward(prompts, completions, rows):\n    return [len(text) % 7 / 7 for text in completions]\n")
+    (folder / "reward.py").write_text(REWARD)
 
 
 def measured(command: list[str], environment: dict[str, str]) -> tuple[str, int]:
@@ -168,14 +174,15 @@ class Clock(TrainerCallback):
         seconds.append(time.perf_counter() - self.start)
 gpu = torch.cuda.is_available()
 settings = dict(output_dir=folder + "/trl", per_device_train_batch_size=load["batch"], max_steps=load["steps"],
-                report_to=[], save_strategy="no", logging_steps=1000, use_cpu=not gpu, bf16=gpu,
+                report_to=[], save_strategy="no", logging_steps=1000, use_cpu=not gpu, bf16=gpu or load["mixed"],
                 gradient_checkpointing=False, disable_tqdm=True)
 rows = load_dataset("json", data_files=f"{folder}/{loss}.jsonl", split="train")
 common = dict(model=folder + "/model", train_dataset=rows,
               processing_class=AutoTokenizer.from_pretrained(folder + "/model"), callbacks=[Clock()])
 if loss == "grpo":
-    settings |= dict(num_generations=load["batch"], max_completion_length=load["new"], beta=0.01,
-                     generation_kwargs=dict(min_new_tokens=load["new"]))
+    settings |= dict(num_generations=load["batch"], max_completion_length=load["new"], beta=0.01)
+    if not load["mixed"]:
+        settings |= dict(generation_kwargs=dict(min_new_tokens=load["new"]))
     score = lambda completions, **_: [random.random() for _ in completions]
     trainer = trl.GRPOTrainer(**common, reward_funcs=score, args=trl.GRPOConfig(**settings))
 else:
@@ -206,6 +213,29 @@ def real_rows(folder: Path, count: int) -> str:
     rows = [dict(prompt=text(40, 190), chosen=text(20, 72), rejected=text(20, 72)) for _ in range(count)]
     (folder / "real.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "real.jsonl")
+
+
+def write_real_workload(folder: Path, load: Workload, real: str) -> Workload:
+    """The rows of `real_rows` for each loss, as dialogues; the sizes of the model in the folder `real`."""
+    from transformers import AutoConfig
+    (folder / "model").symlink_to(Path(real).resolve())
+    real_rows(folder, load.batch * load.steps)
+    pairs = [json.loads(line) for line in (folder / "real.jsonl").read_text().splitlines()]
+    turn = lambda role, text: [dict(role=role, content=text)]
+    for number, pair in enumerate(pairs):
+        prompt = turn("user", pair["prompt"])
+        chosen, rejected = (turn("assistant", pair[key]) for key in ("chosen", "rejected"))
+        rows = dict(dpo=dict(prompt=prompt, chosen=chosen, rejected=rejected),
+                    kto=dict(prompt=prompt, completion=chosen, label=number % 2 == 0),
+                    grpo=dict(prompt=prompt, answer=str(number)))
+        for loss, row in rows.items():
+            with (folder / f"{loss}.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    config = AutoConfig.from_pretrained(real)
+    return replace(load, vocabulary=config.vocab_size, hidden=config.hidden_size, inner=config.intermediate_size,
+                   layers=config.num_hidden_layers, heads=config.num_attention_heads,
+                   kv_heads=config.num_key_value_heads, mixed=True)
 
 
 def lora(folder: Path, load: Workload, real: str | None, rounds: int) -> None:
@@ -248,6 +278,65 @@ def planned(folder: Path, load: Workload, real: str | None) -> None:
     table(rows)
 
 
+ENGINE = """
+import sys
+sys.path.insert(0, {root!r})
+import torch, humanline
+model = None
+
+def draw(prompts, settings, count, seed, weights):
+    global model
+    from safetensors.torch import load_file
+    if model is None:
+        model = humanline.load_policy(humanline.Config(model=weights, compile=False), torch.device("cpu"))[0]
+    model.load_state_dict(load_file(weights + "/model.safetensors"), strict=False)
+    config = humanline.Config(model=weights, dtype={dtype!r}, max_new_tokens=settings["max_new_tokens"])
+    repeated = [prompt for prompt in prompts for _ in range(count)]
+    drawn = []
+    for start in range(0, len(repeated), {calls}):
+        drawn += humanline.sample(model, repeated[start : start + {calls}], settings["stop_ids"], 0, config, seed + start)
+    return [drawn[start : start + count] for start in range(0, len(drawn), count)]
+"""
+
+
+def ahead(folder: Path, real: str | None, rounds: int) -> None:
+    """Online GRPO drawn every 8 steps by a process of one thread, trained in one of one thread, in turn and at once.
+
+    The overlap is what drawing ahead saves, as a share of the shorter of the two: all of the drawings but the first, or
+    all of the training but that after the last drawing."""
+    every, steps = (8, 64) if not real else (4, 32)
+    dtype = "mixed" if real else "float32"
+    (folder / "engine.py").write_text(ENGINE.format(root=str(ROOT), dtype=dtype, calls=32 if real else 2048))
+    flags = f"--sample-every {every} --steps {steps} --sampler {folder}/engine.py:draw --save-every 0 --eval-every 0"
+    if real:
+        flags += (f" --model {real} --data {ROOT}/configs/topics.jsonl --eval-data {ROOT}/configs/topics-test.jsonl"
+                  f" --reward {ROOT}/configs/rewards.py:ends_with_question --max-new-tokens 32 --lr 2e-5 --batch-size 4"
+                  " --prompt-template \"Ask me one question about a {topic}.\" --eval-samples 4")
+    runs = {"in turn": [], "at once": []}
+    for number in range(rounds):
+        for name, more in (("in turn", ""), ("at once", " --draw-ahead")):
+            with tempfile.TemporaryDirectory() as out:
+                command = [sys.executable, str(ROOT / "humanline.py"), *shlex.split(flags + more)]
+                measured([*command, "--seed", str(number), "--out", f"{out}/run"], dict(OMP_NUM_THREADS="1"))
+                runs[name].append([json.loads(line) for line in Path(out, "run", "metrics.jsonl").open()])
+    rows = [["online GRPO", f"{steps} steps", "drawing waited for", "training", "reward before, after", "overlap"]]
+    total = lambda lines, key: sum(line[key] for line in lines)
+    shorter = []
+    for lines in runs["in turn"]:
+        training = [line["step_seconds"] - line["sample_seconds"] for line in lines]
+        shorter.append(min(total(lines[1:], "sample_seconds"), sum(training[:-every])))
+    for name, found in runs.items():
+        wall, drawing = ([total(lines, key) for lines in found] for key in ("step_seconds", "sample_seconds"))
+        saved = [(total(a, "step_seconds") - total(b, "step_seconds")) / least
+                 for a, b, least in zip(runs["in turn"], found, shorter)]
+        reward = [statistics.mean(values) for values in zip(*((line[0]["accuracy_before"], line[-1]["accuracy"])
+                                                              for line in found))]
+        rows.append([name, f"{statistics.median(wall):.1f} s", f"{statistics.median(drawing):.1f} s",
+                     f"{statistics.median([a - b for a, b in zip(wall, drawing)]):.1f} s",
+                     f"{reward[0]:.3f}, {reward[1]:.3f}", f"{statistics.median(saved):.0%}" if name != "in turn" else ""])
+    table(rows)
+
+
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
     """Operations per second of a large matrix multiplication."""
     size, best = 8192 if device == "cuda" else 2048, math.inf
@@ -261,16 +350,27 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
     return 2 * size**3 / best
 
 
+def text_lengths(folder: Path, loss: str) -> list[tuple[int, int]]:
+    """The tokens of each prompt and of its completion."""
+    rows = [json.loads(line) for line in (folder / f"{loss}.jsonl").read_text().splitlines()]
+    texts = [(row["prompt"], row[key]) for row in rows for key in ("chosen", "rejected", "completion") if key in row]
+    if isinstance(texts[0][0], str):
+        return [(len(prompt.split()), len(completion.split()) + 1) for prompt, completion in texts]
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = lambda turns, **more: len(tokenizer.apply_chat_template(turns, return_dict=False, **more))
+    prompts = [ids(prompt, add_generation_prompt=True) for prompt, _ in texts]
+    return [(length, ids(prompt + completion) - length) for length, (prompt, completion) in zip(prompts, texts)]
+
+
 def operations(folder: Path, load: Workload, loss: str) -> float:
     """Matrix operations of one training step: per weight and token 2 forward, 4 backward, and 2 in the reference."""
     head = load.hidden * load.vocabulary
-    layer = load.hidden * (2 * load.hidden + 2 * 2 * load.hidden // load.heads + 3 * load.inner)  # two key-value heads
-    rows = [json.loads(line) for line in (folder / f"{loss}.jsonl").read_text().splitlines()]
-    texts = [(row["prompt"], row[key]) for row in rows for key in ("chosen", "rejected", "completion") if key in row]
-    completion = sum(len(text.split()) + 1 for _, text in texts) / load.steps
-    tokens = completion + sum(len(prompt.split()) for prompt, _ in texts) / load.steps
-    lengths = [len(prompt.split()) + len(text.split()) for prompt, text in texts]
-    attention = sum(2 * load.hidden * length**2 for length in lengths) / load.steps  # causal
+    layer = load.hidden * (2 * load.hidden + 2 * load.kv_heads * load.hidden // load.heads + 3 * load.inner)
+    lengths = text_lengths(folder, loss)
+    completion = sum(length for _, length in lengths) / load.steps
+    tokens = completion + sum(length for length, _ in lengths) / load.steps
+    attention = sum(2 * load.hidden * sum(pair)**2 for pair in lengths) / load.steps  # causal
     mismatched = 2 / 8 * 2 if loss == "kto" else 0  # z₀: policy and reference, forward only
     matrices = load.layers * layer * tokens + head * completion
     return (8 + 8 * mismatched) * matrices + 4 * (1 + mismatched) * load.layers * attention
@@ -291,9 +391,10 @@ def middle(runs: list[dict], key: str = "seconds") -> float:
 
 
 def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: str | None) -> None:
-    rate = matmul_rate("cuda", torch.bfloat16) if load is GPU else matmul_rate("cpu", torch.float32)
+    dtype = torch.bfloat16 if load is GPU or load.mixed else torch.float32
+    rate = matmul_rate("cuda" if load is GPU else "cpu", dtype)
     print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, "
-          f"matrix multiplication {rate / 1e9:,.0f} GFLOP/s")
+          f"matrix multiplication {rate / 1e9:,.0f} GFLOP/s in {dtype}")
     rows = [["step", "humanline.py", "TRL", "times faster", "humanline.py MiB", "TRL MiB", "memory ratio",
              "of the matmul rate"]]
     for loss in losses:
@@ -539,7 +640,7 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
 
 
 def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "online", "decoding", "watching", "idle",
-                        "lora", "plan"] = "steps",
+                        "lora", "plan", "ahead"] = "steps",
          losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None, gpu: bool = False,
          train_steps: int = 8, real: str | None = None) -> None:
     """Measure, and print a table.
@@ -551,7 +652,8 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
         trl_python: a Python that has TRL installed; this one if it has.
         gpu: GPU sizes.
         train_steps: steps of each run, of which the first two do not count.
-        real: the folder of a real model, for watching, idle, decoding, lora and plan; without it the embedded one.
+        real: the folder of a real model, for steps, watching, idle, decoding, lora, plan and ahead; without it a random or
+            the embedded one.
     """
     global GPU
     GPU = replace(GPU, steps=train_steps)
@@ -564,12 +666,15 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
             trl_python = sys.executable
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if what not in ("scaling", "saving", "watching", "idle"):
+        if what == "steps" and real:
+            load = write_real_workload(folder, load, real)
+        elif what not in ("scaling", "saving", "watching", "idle", "ahead"):
             write_workload(folder, load)
         {"watching": lambda: watching(real, rounds),
          "idle": lambda: idle(real, rounds),
          "lora": lambda: lora(folder, load, real, rounds),
          "plan": lambda: planned(folder, load, real),
+         "ahead": lambda: ahead(folder, real, rounds),
          "online": lambda: online(folder, load, rounds),
          "decoding": lambda: decoding(folder, load, rounds, real),
          "steps": lambda: steps(folder, load, losses, rounds, trl_python),
