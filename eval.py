@@ -1363,7 +1363,7 @@ LONGER = dict(problems=six_digit_sums, demonstrate=add_in_steps, max_new_tokens=
 LONGEST = dict(problems=written_sums, demonstrate=add_in_columns, max_new_tokens=128, data_prompts=1024)
 humanline.RECIPES.update({
     "better": Recipe(120, 384, 2e-3, (0.4, 0.4), parent="base"),
-    "long": Recipe(400, 128, 2e-2, (0.0, 0.6), least_accuracy=0.5, **LONGER),
+    "long": Recipe(400, 128, 1e-2, (0.0, 0.65), least_accuracy=0.5, **LONGER),
     "long-worse": Recipe(120, 128, 2e-3, (0.9, 0.9), parent="long", **LONGER),
     "column": Recipe(500, 32, 1e-2, (0.0, 0.7), least_accuracy=0.4, **LONGEST),
     "column-worse": Recipe(120, 32, 2e-3, (0.9, 0.9), parent="column", **LONGEST)})
@@ -1390,9 +1390,6 @@ GRID = {"lr": ("2e-4", "4e-4", "8e-4", "16e-4"), "norm": "0.25",
 SYNCED = {"grpo": 64, "dpo": 128, "kto": 128}  # k of the ablation's rows with a sync
 SURVEYED = {  # k of the survey, at its learning rates
     "16e-5": (64, 24, 8, 1), "5e-4": (64, 48, 24, 12, 8, 4, 2, 1), "16e-4": (64, 24, 8, 1)}
-LONG_OFFLINE, LONG_DRAWN = "--sync-k 64", "--sync-k 24"  # of 24 and 64, at this learning rate
-LONG = ("--loss grpo --model embedded:long --data embedded:long-worse --eval-data embedded:long-test "
-        "--max-new-tokens 48 --steps 128 --batch-size 16 --lr 5e-4")
 # The 97.5 % point of Student's t, by the number of seeds.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
@@ -1648,64 +1645,57 @@ def quality(runs: Runs) -> list[str]:
     return [markdown(rows), holds(np.mean(slope) - half(slope) > 0, claim, undecided)]
 
 
-def long(runs: Runs) -> list[str]:
-    """A longer task: sums of six digits with every partial sum written down, some 40 tokens."""
-    cases = {"offline, a worse model's": NEVER, "offline, a worse model's, humanline": LONG_OFFLINE,
-             "online": f"{ONLINE} {NEVER}", "every 64 steps": f"--sample-every 64 {NEVER}",
-             "every 64 steps, humanline": f"--sample-every 64 {LONG_DRAWN}"}
-    found = {name: f"{LONG} {flags}" for name, flags in cases.items()}
-    rows = [["GRPO, whole computation right", "after 64 steps", "128", "seconds, drawing"]]
-    for name, flags in found.items():
-        seconds = f"{np.mean(runs(flags, 'training')):.0f}, {np.mean(runs(flags, 'drawing')):.0f}"
-        rows.append([name, *(spread(runs(flags, f"step {step}")) for step in (64, 128)), seconds])
-    online = runs(found["online"])
-    share = closed(runs(found["offline, a worse model's"]), runs(found["offline, a worse model's, humanline"]), online)
-    against = runs(found["every 64 steps, humanline"]) - online
-    ratios = [times_as_long(runs, found["online"], flags, (64, 128))
-              for name, flags in found.items() if name.endswith("humanline")]
-    return [markdown(rows),
-            holds(share[0] >= 0.8 and share[1] > 0.4, f"offline + humanline closes {show_share(share)} of the gap",
-                  undecided=share[2] > 0.8),
-            holds(np.mean(against) + half(against) >= 0, "every 64 steps with humanline against every step: "
-                  f"{spread(against, sign='+')}", undecided=len(against) < 2),
-            warned_in_time([run for flags in found.values() for run in runs.each(flags)]),
-            f"- To the pass@1 that both reach, online takes {ratios[0]} times as long as offline with humanline, and "
-            f"{ratios[1]} times as long as every 64 steps with humanline."]
+@dataclass(frozen=True)
+class Sums:
+    """A task whose base errs for a reason, on which the forms of humanline are compared."""
+
+    words: str
+    flags: str
+    steps: tuple[int, ...]  # when its runs are measured
+    learned: float  # pass@1 below which a base never got the idea of addition
+    drawn_every: tuple[int, ...]  # steps from one drawing to the next
 
 
-STEPS = (*range(32, 257, 32),)  # when the runs of `stale` are measured
-LEARNED = 0.5  # pass@1 below which a base never got the idea of addition: 0.55 of the sums have no carry to forget
-PAPERS, BOTH, SPARSE = "offline + humanline", "offline + humanline, taper, prior", "every 64 steps"
-MEANS = "offline + humanline, taper of means, prior"
+SHORT = Sums("two-digit sums", "--data embedded", (*range(32, 257, 32),), 0.5, (64,))  # 0.55 have no carry to forget
+LONG = Sums("sums of six digits with every partial sum, some 40 tokens", "--model embedded:long --data embedded:long "
+            "--eval-data embedded:long-test --max-new-tokens 48", (*range(32, 129, 32),), 0.4, (16, 64))
+LONG_SIZE = dict(grpo="--batch-size 16 --lr 5e-4", dpo="--batch-size 32 --lr 5e-4", kto="--batch-size 64 --lr 2.5e-4")
+PAPERS, BOTH, MEANS = (f"offline + humanline{form}" for form in ("", ", taper, prior", ", taper of means, prior"))
 
 
-def stale_variants(loss: str) -> dict[str, str]:
+def stale_variants(loss: str, task: Sums = SHORT) -> dict[str, str]:
     """The flags of all variants that `stale` compares: the paper's humanline with the k that is the default of each
     loss, the other forms with one k. The learning rate is the default."""
-    k, drawn = dict(grpo=24, dpo=128, kto=128)[loss], f"--sample-every {SPARSE.split()[1]}"
+    k = dict(grpo=24, dpo=128, kto=128)[loss]
     form = lambda k, stale, prior: f"--sync-k {k} --stale {stale} --prior {prior}"
-    papers, both = form(k, "keep", 0), form(8, "taper", 1)
+    papers, both, means = form(k, "keep", 0), form(8, "taper", 1), form(8, "taper-mean", 1)
     switches = {"offline": NEVER, "online": f"{ONLINE} {NEVER}", PAPERS: papers}
     switches |= {f"{PAPERS}, k = 8": form(8, "keep", 0)} if loss == "grpo" else {}
-    switches |= {f"{PAPERS}, taper": form(8, "taper", 0), f"{PAPERS}, prior": form(8, "keep", 1), BOTH: both,
-                 MEANS: form(8, "taper-mean", 1)}
+    if task is SHORT:
+        switches |= {f"{PAPERS}, taper": form(8, "taper", 0), f"{PAPERS}, prior": form(8, "keep", 1)}
+    switches |= {BOTH: both, MEANS: means}
     if loss == "grpo":
         switches |= {f"{PAPERS}, better completions alone, prior": form(8, "drop", 1)}
-        switches |= {SPARSE: f"{drawn} {NEVER}", f"{SPARSE}, humanline": f"{drawn} {papers}",
-                     f"{SPARSE}, humanline, taper, prior": f"{drawn} {both}"}
-    common = f"--loss {loss} --data embedded --steps {STEPS[-1]} --eval-every {STEPS[0]}"
+        for lag in task.drawn_every:
+            name, drawn = f"every {lag} steps", f"--sample-every {lag}"
+            switches |= {name: f"{drawn} {NEVER}", f"{name}, humanline": f"{drawn} {papers}",
+                         f"{name}, humanline, taper, prior": f"{drawn} {both}"}
+            switches |= {f"{name}, humanline, taper of means, prior": f"{drawn} {means}"} if task is LONG else {}
+    common = f"--loss {loss} {task.flags}{' ' + LONG_SIZE[loss] if task is LONG else ''}"
+    common += f" --steps {task.steps[-1]} --eval-every {task.steps[0]}"
     return {name: f"{common} {flags}" for name, flags in switches.items()}
 
 
-def finished(runs: Runs, loss: str) -> tuple[Runs, list[str]]:
+def finished(runs: Runs, loss: str, task: Sums = SHORT) -> tuple[Runs, list[str]]:
     """The runs of those seeds of which every variant is there and whose base had learned; a line on each of the others.
     """
-    values = {name: runs(flags, f"exact {STEPS[-1]}") for name, flags in stale_variants(loss).items()}
-    bases = runs(stale_variants(loss)["offline"], "exact 0")
+    variants = stale_variants(loss, task)
+    values = {name: runs(flags, f"exact {task.steps[-1]}") for name, flags in variants.items()}
+    bases = runs(variants["offline"], "exact 0")
     kept, lines, unfinished = [], [], []
     for i, (seed, base) in enumerate(zip(runs.seeds, bases)):
         own = {name: value[i] for name, value in values.items() if not math.isnan(value[i])}
-        if base < LEARNED:
+        if base < task.learned:
             found = ", ".join(f"{name} {value:.3f}" for name, value in own.items())
             lines.append(f"Seed {seed} is left out: its base never learned addition (pass@1 {base:.3f}). "
                          f"There: {found}.")
@@ -1720,16 +1710,26 @@ def finished(runs: Runs, loss: str) -> tuple[Runs, list[str]]:
 
 def stale(runs: Runs) -> list[str]:
     """A base that errs for a reason: does humanline help offline, and in a form that never does worse?"""
-    text = ["The base forgets most carries. Offline data are its own samples; pass@1 is exact, the mean probability of "
-            "the right answer on held-out prompts, and greedy how often it is the likeliest at every token. Collapsed: "
-            "ended more than 0.1 of pass@1 below its base."]
+    return compare_forms(runs, SHORT)
+
+
+def long(runs: Runs) -> list[str]:
+    """The same on a longer task"""
+    return compare_forms(runs, LONG)
+
+
+def compare_forms(runs: Runs, task: Sums) -> list[str]:
+    """A table for each loss, and verdicts."""
+    text = [f"The base of this task ({task.words}) forgets most carries. Offline data are its own samples; pass@1 is "
+            "exact, the mean probability of the right answer on held-out prompts, and greedy how often it is the "
+            "likeliest at every token. Collapsed: ended more than 0.1 of pass@1 below its base."]
     verdicts = []
     for loss in LOSSES:
-        flags, (own, left_out) = stale_variants(loss), finished(runs, loss)
+        flags, (own, left_out) = stale_variants(loss, task), finished(runs, loss, task)
         if not own.seeds:
             text += [f"{loss.upper()}: no seed is finished.", *left_out]
             continue
-        last = lambda name, what="exact": own(flags[name], f"{what} {STEPS[-1]}")
+        last = lambda name, what="exact": own(flags[name], f"{what} {task.steps[-1]}")
         offline, online, base = last("offline"), last("online"), own(flags["offline"], "exact 0")
         collapses = lambda name: int((last(name) < own(flags[name], "exact 0") - 0.1).sum())
         of = f"{len(own.seeds)} seed{'s' * (len(own.seeds) > 1)}"
@@ -1758,11 +1758,10 @@ def stale(runs: Runs) -> list[str]:
                 f"closes most of the gap: {spread(more, sign='+')}, paired; {fell} of {len(own.seeds)} runs collapsed; "
                 f"{show_share(share)} (asked: 70%)",
                 undecided=not fell and not np.mean(more) + half(more) <= 0 and share[2] > 0.7))
-        if loss == "grpo":
-            form = f"{SPARSE}, humanline, taper, prior"
+        for form in [name for name in flags if name.startswith("every ") and name.endswith(", prior")]:
             against, every, sparsely = last(form) - online, flags["online"], flags[form]
             whole = spread(own(every, "training") / own(sparsely, "training"), 2)
-            both_reach = times_as_long(own, every, sparsely, STEPS, "exact")
+            both_reach = times_as_long(own, every, sparsely, task.steps, "exact")
             verdicts.append(holds(
                 np.mean(against) + half(against) >= 0, f"GRPO, {form}, does as well as every step: "
                 f"{spread(against, sign='+')}, paired; every step takes {whole} times as long, and {both_reach} times "
@@ -1804,15 +1803,11 @@ def tuning(runs: Runs) -> list[str]:
             search("GRPO, drawn every 64 steps", f"{common} --sample-every 64 {NEVER}", each(""))
             search("GRPO, drawn every 64 steps, humanline", f"{common} --sample-every 64",
                    each("--sync-k 8", "--sync-k 24", "--sync-k 64"))
-    for name, more in (("offline", ""), ("drawn every 64 steps", "--sample-every 64 ")):
-        for k in (24, 64):
-            values = " ".join(f"{value:.3f}" for value in first(f"{LONG} {more}--sync-k {k}"))
-            rows.append([f"GRPO, the longer task, {name}, humanline", f"`--sync-k {k}`", values])
     return [markdown(rows)]
 
 
-EXPERIMENTS = dict(gap=gap, sparse=sparse, long=long, syncing=syncing, ablation=ablation, betas=betas, quality=quality,
-                   stale=stale)
+EXPERIMENTS = dict(gap=gap, sparse=sparse, syncing=syncing, ablation=ablation, betas=betas, quality=quality,
+                   stale=stale, long=long)
 QUICK = ("gap", "sparse")
 
 
@@ -1851,7 +1846,7 @@ def sources_of(chosen: Iterable[str], quick: bool) -> list[str]:
     sources += ["embedded:worse"] if {*chosen} - {"long", "stale"} else []
     sources += ["embedded"] if "stale" in chosen else []
     sources += ["embedded", "embedded:better"] if {"gap", "quality"} & {*chosen} and not quick else []
-    return sources + (["embedded:long-worse", "embedded:long-test"] if {"long", "tuning"} & {*chosen} else [])
+    return sources + (["embedded:long", "embedded:long-test"] if "long" in chosen else [])
 
 
 @contextlib.contextmanager
@@ -2009,8 +2004,10 @@ def reproduce(flags: Reproduce) -> None:
     home.mkdir(exist_ok=True)
     count = flags.seeds or (2 if flags.quick else 5)
     seeds = [101, 102, 103, 104] if "tuning" in chosen else list(range(1, 1 + count))
-    if flags.results and chosen != ("stale",):
-        raise UserError("--results: it holds the runs of `stale` alone; write --only stale, or leave it out")
+    drawn = {name: task for name, task in (("stale", SHORT), ("long", LONG)) if name in chosen}
+    if flags.results and not (drawn and len(chosen) == 1):
+        raise UserError("--results: it holds the runs of `stale` or of `long`; write --only with one of them, or leave "
+                        "it out")
     results = new_file(flags.results, (".jsonl",), flag="--results") if flags.results else None
     known = read_results(results) if results else {}
 
@@ -2041,9 +2038,10 @@ def reproduce(flags: Reproduce) -> None:
     print(f"\nreport: {out}, after {(time.perf_counter() - start) / 60:.1f} minutes; the runs are kept in {home}")
     if {"gap", "sparse"} <= set(chosen):
         picture_report(runs, "syncing" in chosen, out.with_suffix(".png"))
-    if "stale" in chosen and finished(runs, "grpo")[0].seeds:
-        alone = chosen == ("stale",)
-        picture_stale(runs, out.with_suffix(".png") if alone else out.with_name(f"{out.stem}-stale.png"))
+    for name, task in drawn.items():
+        if finished(runs, "grpo", task)[0].seeds:
+            alone = len(chosen) == 1
+            picture_stale(runs, out.with_suffix(".png") if alone else out.with_name(f"{out.stem}-{name}.png"), task)
 
 
 def read_results(path: Path) -> dict[str, dict]:
@@ -2064,17 +2062,17 @@ def write_results(path: Path, runs: dict[str, dict]) -> None:
     replace(path, json_lines(lines))
 
 
-def picture_stale(runs: Runs, path: Path) -> None:
+def picture_stale(runs: Runs, path: Path, task: Sums = SHORT) -> None:
     """Held-out pass@1 of GRPO as it trains: a line for each variant of `stale`, a band over its seeds."""
     figure, (axis,) = new_figure(4.8, 1, 1)
-    own, _ = finished(runs, "grpo")
-    for i, (name, flags) in enumerate(stale_variants("grpo").items()):
-        curve = np.array([own(flags, f"exact {step}") for step in (0, *STEPS)])
-        colour, dash = OKABE_ITO[i % 7], "--" if name.startswith(SPARSE) else DASHES[i // 7 * 2]
-        axis.fill_between((0, *STEPS), curve.min(1), curve.max(1), color=colour, alpha=0.12, linewidth=0)
-        axis.plot((0, *STEPS), curve.mean(1), dash, color=colour, linewidth=1.8, label=name)
+    (own, _), steps = finished(runs, "grpo", task), (0, *task.steps)
+    for i, (name, flags) in enumerate(stale_variants("grpo", task).items()):
+        curve = np.array([own(flags, f"exact {step}") for step in steps])
+        colour, dash = OKABE_ITO[i % 7], "--" if name.startswith("every ") else DASHES[i // 7 * 2]
+        axis.fill_between(steps, curve.min(1), curve.max(1), color=colour, alpha=0.12, linewidth=0)
+        axis.plot(steps, curve.mean(1), dash, color=colour, linewidth=1.8, label=name)
     axis.set(xlabel=f"steps; bands: the range over {len(own.seeds)} seeds", ylabel="pass@1, held out", ylim=(0, 1.01),
-             xlim=(0, STEPS[-1]))
+             xlim=(0, steps[-1]))
     save(figure, path, axis)
 
 
@@ -2214,6 +2212,7 @@ def train_real(flags: str, model: str, home: Path) -> dict:
     data = real_rows(task) if "--sample-every" in rest else str(home / f"{task}-{seed}.jsonl")
     last = REAL_STEPS[-1]
     often = last if seed == REAL_TUNING_SEED else REAL_STEPS[1]
+    often = max(1, often // 2) if f"{ONLINE} " in flags and often < last else often  # it is soon far from its base
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, \
             contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         config = humanline.parse_config([
@@ -2264,7 +2263,8 @@ def describe_completions(drawn: list[dict], model: str, config: Config) -> dict[
 def at_kl(run: dict, kl: float) -> float:
     """The reward of a run where it had come `kl` nats away from its base; between measurements it is taken to rise
     evenly, and a run that never came so far has its last. NaN where it was farther away at its first measurement."""
-    points = [(run[f"kl {step}"], run[f"reward {step}"]) for step in REAL_STEPS[1:] if f"kl {step}" in run]
+    steps = sorted(int(name.split()[1]) for name in run if name.startswith("kl "))[1:]
+    points = [(run[f"kl {step}"], run[f"reward {step}"]) for step in steps]
     if not points or not kl >= points[0][0]:
         return math.nan
     for (near, low), (far, high) in itertools.pairwise(points):

@@ -228,9 +228,9 @@ def test_the_long_task_writes_down_every_partial_sum():
     assert all(row["answer"].endswith(f"\n{sum(map(int, row['prompt'][:-1].split('+')))}") for row in rows + held_out)
     lengths = {len(row["answer"]) for row in rows}
     assert 20 <= min(lengths) and max(lengths) < recipe.max_new_tokens == 48
-    config = humanline.parse_config(shlex.split(evaluation.LONG))
+    config = humanline.parse_config(shlex.split(evaluation.LONG.flags))
     assert config.eval_data == "embedded:long-test" and config.max_new_tokens == 48
-    assert (config.model, config.data) == ("embedded:long", ("embedded:long-worse",))
+    assert (config.model, config.data) == ("embedded:long", ("embedded:long",))
 
 
 def test_the_longest_task_writes_down_every_column():

@@ -550,7 +550,7 @@ def other_vocabulary(tiny, tmp_path):
     ("data --model TINY --data", "--data has no value"),
     ("data --model TINY --data groups.jsonl --own -1", "--own is -1; it must lie from 0 to 1,000,000"),
     ("reproduce --only", "--only has no value"),
-    ("reproduce --results results.jsonl", "--results: it holds the runs of `stale` alone; write --only stale"),
+    ("reproduce --results results.jsonl", "--results: it holds the runs of `stale` or of `long`; write --only"),
     ("reproduce --only stale --results results.md", "--results results.md: it must end in .jsonl"),
     ("reproduce --only stale --results prompts.jsonl", "--results prompts.jsonl: 'flags'"),
     ("reproduce --seeds 0", "--seeds is 0; it must lie from 1 to 1,000,000"),
@@ -671,7 +671,7 @@ def test_every_experiment_asks_for_its_runs_before_it_knows_them_and_for_flags_t
 
 
 class Stale(dict):
-    """Runs of `stale` with known outcomes: `ends` has pass@1 by what the flags hold, the first that fits."""
+    """Runs of `stale` or `long` with known outcomes: `ends` has pass@1 by what the flags hold, the first that fits."""
 
     def __init__(self, **ends):
         self.ends = {"--sample-every 1 ": 0.95, "--stale taper --prior 1": 0.94, "--stale taper": 0.8, "--prior 1": 0.4,
@@ -682,8 +682,9 @@ class Stale(dict):
         seed = int(flags.split()[-1])
         after = next(value for text, value in self.ends.items() if text in flags) + 0.001 * seed
         run = {"flags": flags, "before": 0.6, "after": after, "drawing": 2.0, "training": 10.0 + ("every 1 " in flags)}
-        for step in range(0, 257, 32):
-            value = self.bases[seed] + (after - self.bases[seed]) * step / 256
+        last = 128 if "embedded:long" in flags else 256
+        for step in range(0, last + 1, 32):
+            value = self.bases[seed] + (after - self.bases[seed]) * step / last
             run |= {f"exact {step}": value, f"greedy {step}": value} | ({f"step {step}": value} if step else {})
         return run
 
@@ -703,6 +704,21 @@ def test_a_form_that_collapses_and_one_that_does_not_are_told_apart():
     assert sum("**holds**: " in line and "with taper and prior" in line for line in verdicts) == 3
     assert "**does not hold**: GRPO, every 64 steps, humanline, taper, prior" in said  # -0.010 ± 0.000
     assert "takes 1.10 ± 0.00 times as long" in said
+
+
+def test_the_longer_task_is_judged_alike_and_also_when_drawn_every_few_steps():
+    ends = {"--sample-every 1 ": 0.95, "--sample-every 16 --sync-k 8 --stale taper-mean": 0.96,
+            "--stale taper-mean --prior 1": 0.9, "--no-humanline": 0.8}
+    known = Stale()
+    known.ends = ends | known.ends
+    said = "\n".join(evaluation.long(pretended(known)))
+    assert "GRPO, 3 seeds" in said and "DPO, 3 seeds" in said and "KTO, 3 seeds" in said
+    assert "**does not hold**: GRPO, with a taper of means" in said  # 0.902 - 0.802 of 0.952 - 0.802: 67 %
+    assert "**holds**: GRPO, every 16 steps, humanline, taper of means, prior" in said
+    assert "**does not hold**: GRPO, every 64 steps, humanline, taper of means, prior" in said  # -0.050 ± 0.000
+    wanted = [flags for seed in (1,) for loss in evaluation.LOSSES
+              for flags in evaluation.stale_variants(loss, evaluation.LONG).values()]
+    assert len(wanted) == len({*wanted}) and all("--data embedded:long " in flags for flags in wanted)
 
 
 @pytest.mark.parametrize("ends, verdict", [
@@ -746,9 +762,19 @@ def test_the_runs_come_seed_by_seed_grpo_first():
     assert [flags.split()[1] for flags in wanted] == (["grpo"] * 12 + ["dpo"] * 7 + ["kto"] * 7) * 3
 
 
-def test_the_curves_of_stale_are_drawn(tmp_path):
-    evaluation.picture_stale(pretended(Stale()), tmp_path / "stale.png")
+@pytest.mark.parametrize("task", [evaluation.SHORT, evaluation.LONG])
+def test_the_curves_of_stale_are_drawn(tmp_path, task):
+    evaluation.picture_stale(pretended(Stale()), tmp_path / "stale.png", task)
     assert (tmp_path / "stale.png").stat().st_size > 10_000
+
+
+def test_results_of_the_longer_task_are_kept_likewise(ask, tmp_path, monkeypatch):
+    runs, known = pretended({}), Stale()
+    evaluation.long(runs)
+    evaluation.write_results(tmp_path / "long.jsonl", {flags: known.get(flags) for flags in runs.wanted})
+    monkeypatch.setattr(evaluation, "train_all", lambda *_: pytest.fail("trained again"))
+    said = ask("reproduce --only long --seeds 3 --results long.jsonl --no-train")
+    assert "GRPO, 3 seeds" in said and (tmp_path / "evals" / "reproduce.png").exists()
 
 
 def test_results_are_read_back_and_drawn_again_without_training(ask, tmp_path, monkeypatch):
@@ -1037,7 +1063,7 @@ def test_bad_luck_while_training_costs_one_line(monkeypatch, capsys, error, said
 def test_one_seed_decides_nothing():
     runs = pretended(Pretend())
     runs.seeds = [1]
-    lines = itertools.chain(*(getattr(evaluation, name)(runs) for name in ("gap", "sparse", "long")))
+    lines = itertools.chain(*(getattr(evaluation, name)(runs) for name in ("gap", "sparse")))
     verdicts = [line for line in lines if "against" in line]
     assert any("every 64 steps with humanline" in line for line in verdicts)
     assert all(line.startswith("- **not decided**") for line in verdicts if "every 64 steps with humanline" in line)
