@@ -1528,13 +1528,13 @@ def sparse(runs: Runs) -> list[str]:
                   f"{spread(plain - online, sign='+')} and {spread(plain - ours, sign='+')}, paired")]
 
 
-def falls(run: dict) -> int | None:
-    """The first measurement that lies 0.05 of pass@1 or more below an earlier one."""
+def falls(run: dict, what: str = "step") -> int | None:
+    """The first measurement of pass@1, of samples or `exact`, that lies 0.05 or more below an earlier one."""
     best = -math.inf
-    for step in sorted(int(name.removeprefix("step ")) for name in run if name.startswith("step ")):
-        if run[f"step {step}"] <= best - 0.05:
+    for step in sorted(int(name.removeprefix(f"{what} ")) for name in run if name.startswith(f"{what} ")):
+        if run[f"{what} {step}"] <= best - 0.05:
             return step
-        best = max(best, run[f"step {step}"])
+        best = max(best, run[f"{what} {step}"])
     return None
 
 
@@ -1542,12 +1542,12 @@ def warned(run: dict) -> int | None:
     """The step at which the trainer warned of a collapse."""
     collapse = humanline.Collapse()
     logps = run.get("metrics", {}).get("logp_wanted", [])
-    return next((step for step, logp in enumerate(logps, 1) if collapse(logp)), None)
+    return run.get("warned", next((step for step, logp in enumerate(logps, 1) if collapse(logp)), None))
 
 
-def warned_in_time(runs: list[dict]) -> str:
+def warned_in_time(runs: list[dict], what: str = "step") -> str:
     """Whether the trainer's warning comes before the fall: 80 % of those that fall, and at most 10 % of the others."""
-    steps = [(falls(run), warned(run)) for run in runs]
+    steps = [(falls(run, what), warned(run)) for run in runs]
     fell, stood = [pair for pair in steps if pair[0] is not None], [pair for pair in steps if pair[0] is None]
     in_time = sum(warning is not None and warning <= fall for fall, warning in fell)
     false = sum(warning is not None for _, warning in stood)
@@ -1660,7 +1660,7 @@ SHORT = Sums("two-digit sums", "--data embedded", (*range(32, 257, 32),), 0.5, (
 LONG = Sums("sums of six digits with every partial sum, some 40 tokens", "--model embedded:long --data embedded:long "
             "--eval-data embedded:long-test --max-new-tokens 48", (*range(32, 129, 32),), 0.4, (16, 64))
 LONG_SIZE = dict(grpo="--batch-size 16 --lr 5e-4", dpo="--batch-size 32 --lr 5e-4", kto="--batch-size 64 --lr 2.5e-4")
-PAPERS, BOTH, MEANS = (f"offline + humanline{form}" for form in ("", ", taper, prior", ", taper of means, prior"))
+PAPERS, BOTH, BY_TOKEN = (f"offline + humanline{form}" for form in ("", ", taper, prior", ", taper by token, prior"))
 
 
 def stale_variants(loss: str, task: Sums = SHORT) -> dict[str, str]:
@@ -1668,19 +1668,19 @@ def stale_variants(loss: str, task: Sums = SHORT) -> dict[str, str]:
     loss, the other forms with one k. The learning rate is the default."""
     k = dict(grpo=24, dpo=128, kto=128)[loss]
     form = lambda k, stale, prior: f"--sync-k {k} --stale {stale} --prior {prior}"
-    papers, both, means = form(k, "keep", 0), form(8, "taper", 1), form(8, "taper-mean", 1)
+    papers, both, by_token = form(k, "keep", 0), form(8, "taper", 1), form(8, "taper-token", 1)
     switches = {"offline": NEVER, "online": f"{ONLINE} {NEVER}", PAPERS: papers}
-    switches |= {f"{PAPERS}, k = 8": form(8, "keep", 0)} if loss == "grpo" else {}
     if task is SHORT:
+        switches |= {f"{PAPERS}, k = 8": form(8, "keep", 0)} if loss == "grpo" else {}
         switches |= {f"{PAPERS}, taper": form(8, "taper", 0), f"{PAPERS}, prior": form(8, "keep", 1)}
-    switches |= {BOTH: both, MEANS: means}
+    switches |= {BOTH: both, BY_TOKEN: by_token}
     if loss == "grpo":
-        switches |= {f"{PAPERS}, better completions alone, prior": form(8, "drop", 1)}
+        switches |= {f"{PAPERS}, better completions alone, prior": form(8, "drop", 1)} if task is SHORT else {}
         for lag in task.drawn_every:
             name, drawn = f"every {lag} steps", f"--sample-every {lag}"
             switches |= {name: f"{drawn} {NEVER}", f"{name}, humanline": f"{drawn} {papers}",
                          f"{name}, humanline, taper, prior": f"{drawn} {both}"}
-            switches |= {f"{name}, humanline, taper of means, prior": f"{drawn} {means}"} if task is LONG else {}
+            switches |= {f"{name}, humanline, taper by token, prior": f"{drawn} {by_token}"} if task is LONG else {}
     common = f"--loss {loss} {task.flags}{' ' + LONG_SIZE[loss] if task is LONG else ''}"
     common += f" --steps {task.steps[-1]} --eval-every {task.steps[0]}"
     return {name: f"{common} {flags}" for name, flags in switches.items()}
@@ -1750,7 +1750,7 @@ def compare_forms(runs: Runs, task: Sums) -> list[str]:
             claim = (f"{loss.upper()}, {name}, as in the paper, does at least as well as plain offline: "
                      f"{spread(more, sign='+')}, paired")
             verdicts.append(holds(np.mean(more) - half(more) >= 0, claim, not np.mean(more) + half(more) < 0))
-        for name, words in ((BOTH, "taper"), (MEANS, "a taper of means")):
+        for name, words in ((BOTH, "taper"), (BY_TOKEN, "a taper by token")):
             more, share, fell = last(name) - offline, closed(offline, last(name), online), collapses(name)
             verdicts.append(holds(
                 np.mean(more) - half(more) > 0 and not fell and share[0] >= 0.7,
@@ -1758,6 +1758,8 @@ def compare_forms(runs: Runs, task: Sums) -> list[str]:
                 f"closes most of the gap: {spread(more, sign='+')}, paired; {fell} of {len(own.seeds)} runs collapsed; "
                 f"{show_share(share)} (asked: 70%)",
                 undecided=not fell and not np.mean(more) + half(more) <= 0 and share[2] > 0.7))
+        noted = [run for variant in flags.values() for run in own.each(variant) if "warned" in run or "metrics" in run]
+        verdicts += [warned_in_time(noted, "exact").replace("the trainer", f"{loss.upper()}, the trainer")] * bool(noted)
         for form in [name for name in flags if name.startswith("every ") and name.endswith(", prior")]:
             against, every, sparsely = last(form) - online, flags["online"], flags[form]
             whole = spread(own(every, "training") / own(sparsely, "training"), 2)
@@ -2057,7 +2059,7 @@ def write_results(path: Path, runs: dict[str, dict]) -> None:
     for run in runs.values():
         line = dict(flags=run["flags"], seed=int(run["flags"].split("--seed ")[1]))
         line |= {name: round(value, 4) if isinstance(value, float) else value
-                 for name, value in run.items() if name != "metrics"}
+                 for name, value in run.items() if name != "metrics"} | ({"warned": warned(run)} if "metrics" in run else {})
         lines.append(line | dict(lowest=min(value for name, value in line.items() if name.startswith("exact "))))
     replace(path, json_lines(lines))
 
@@ -2129,10 +2131,10 @@ REAL_TUNING_SEED = 101
 
 def real_variants(loss: str) -> dict[str, tuple[str, str]]:
     """Each variant's switches, where {k} is its --sync-k, and the variant whose tuned settings it takes."""
-    papers, both, means, alone = (f"--sync-k {{k}} --stale {stale} --prior {prior}" for stale, prior in
-                                  (("keep", 0), ("taper", 1), ("taper-mean", 1), ("drop", 1)))
+    papers, both, by_token, alone = (f"--sync-k {{k}} --stale {stale} --prior {prior}" for stale, prior in
+                                     (("keep", 0), ("taper", 1), ("taper-token", 1), ("drop", 1)))
     variants = {"offline": (NEVER, "offline"), PAPERS: (papers, PAPERS), BOTH: (both, BOTH),
-                MEANS: (means, PAPERS), "online": (f"{ONLINE} {NEVER}", "online")}
+                BY_TOKEN: (by_token, PAPERS), "online": (f"{ONLINE} {NEVER}", "online")}
     if loss == "grpo":
         drawn = f"--sample-every {SPARSELY.split()[1]}"
         variants |= {ALONE: (alone, BOTH), SPARSELY: (f"{drawn} {NEVER}", "online"),
@@ -2345,7 +2347,7 @@ def real_verdicts(title: str, value: Callable[..., np.ndarray], runs: Runs, flag
                               f"{spread(ahead, sign='+')}, paired{more}", few or (is_better and high > 0)))
 
     compare(online, offline, "online ends above offline", True)
-    for name in [name for name in (PAPERS, BOTH, MEANS) if name in flags]:
+    for name in [name for name in (PAPERS, BOTH, BY_TOKEN) if name in flags]:
         of_three = common(offline, value(name, "reward"), online)
         share = f"; {show_share(closed(*of_three))} of the gap" if len(of_three[0]) else ""
         compare(value(name, "reward"), offline, f"{name} does better than offline", True, share)

@@ -128,11 +128,11 @@ class Config:
     beta_r: float = 1.0  # See --gamma-r.
 
     # What keeps a run from falling apart on data that others drew, or that it drew long ago. Not in the paper.
-    stale: Literal["taper", "taper-mean", "keep", "drop"] | None = None
+    stale: Literal["taper", "taper-token", "keep", "drop"] | None = None
     """taper: push a completion down only as far as the policy still says it: a worse completion's gradient has the
-    weight min(1, π_θ / π_sampler). keep: without this; then each sync makes room to push it further down, without
-    end. taper-mean: the same with the mean over its tokens, which lets go of long ones later. drop: never push one
-    down. Default: with the embedded model and humanline taper, else keep."""
+    weight min(1, π_θ / π_sampler). taper-token: the same by how far its tokens have fallen, and not by their sum, which
+    lets go of long ones later. keep: without this; then each sync makes room to push it further down, without end.
+    drop: never push one down. Default: with the embedded model and humanline taper, else keep."""
     prior: float | None = None
     """Judge each group as if it held this many rollouts more, with the mean reward of all. So a group that is all right
     still says that it is, where it would be forgotten for what other groups teach. Default: with the embedded model and
@@ -382,28 +382,33 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     means = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return means * mask
 
-def staleness_weight(log_ratio_to_sampler: Tensor, is_worse: Tensor, lengths: Tensor | None = None) -> Tensor:
+def staleness_weight(log_ratio_to_sampler: Tensor, is_worse: Tensor, by_token: bool = False) -> Tensor:
     """min(1, Π_t π_θ / μ) of each worse completion, 1 of each other (Le Roux et al. 2025, TOPR). It scales the gradient
     of the log-ratio, upstream of any loss: what the policy says as often as the sampler did is pushed down with full
     weight, and what it hardly says any more is left alone, as online, where it would hardly be drawn.
 
+    by_token: exp(-Σ f² / Σ f) instead, where a token has fallen by f = max(0, log μ - log π_θ). That is the mean fall,
+    in which a token counts by its own. Right tokens around a wrong one do not hide it, as they do in a plain mean, and
+    30 tokens that fell a little are not let go, as they are by their product.
+
     Args:
         log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions; no gradient flows into it.
         is_worse: (N,) booleans: rejected, undesirable, or with a negative advantage.
-        lengths: (N,) tokens. With them the product is a geometric mean: of 30 tokens, each may be a little less likely.
     Returns:
         (N, 1) weights from 0 to 1.
     """
-    total = log_ratio_to_sampler.detach().sum(-1, keepdim=True)
-    total = total if lengths is None else total / lengths[:, None].clamp(min=1)
-    weights = total.clamp(max=0).exp()
-    return torch.where(is_worse[:, None], weights, torch.ones_like(weights))
+    d = log_ratio_to_sampler.detach()
+    fall = (-d.sum(-1, keepdim=True)).clamp(min=0)
+    if by_token:
+        falls = (-d).clamp(min=0)
+        fall = falls.square().sum(-1, keepdim=True) / falls.sum(-1, keepdim=True).clamp(min=1e-6)
+    return torch.where(is_worse[:, None], (-fall).exp(), torch.ones_like(fall))
 
 def token_kl(log_ratio: Tensor) -> Tensor:
     """exp(-d) + d - 1 >= 0, whose mean over the policy's samples is KL(π_θ || π_ref), in nats (Schulman 2020, "k3")."""
     return torch.expm1(-log_ratio) + log_ratio
 
-TAPERS = ("taper", "taper-mean")  # values of --stale that need the sampler's log-probs
+TAPERS = ("taper", "taper-token")  # values of --stale that need the sampler's log-probs
 
 # What a loss trains on: a scored group becomes units of sequences, and a unit is what --batch-size counts.
 
@@ -641,8 +646,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             if needs_sampler_logps(config) and microbatch:
                 sampler_log_ratio = logps - pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
             if config.stale in TAPERS:
-                lengths = mask.sum(-1) if config.stale == "taper-mean" else None
-                weight = staleness_weight(sampler_log_ratio, ~chosen, lengths)
+                weight = staleness_weight(sampler_log_ratio, ~chosen, by_token=config.stale == "taper-token")
                 log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
             if config.stale == "drop":
                 log_ratio = torch.where(chosen[:, None], log_ratio, log_ratio.detach())
@@ -3221,7 +3225,7 @@ def in_words(config: Config) -> dict[str, str]:
     name, syncs = config.loss.upper(), is_synced(config)
     objective = {(True, True): f"{name} with humanline", (True, False): f"{name} with syncing only",
                  (False, True): f"{name} with perception only", (False, False): f"plain {name}"}
-    stale_forms = {"taper": "a taper", "taper-mean": "a taper of means", "drop": "the better completions alone"}
+    stale_forms = {"taper": "a taper", "taper-token": "a taper by token", "drop": "the better completions alone"}
     more = [stale_forms[config.stale]] if config.stale in stale_forms else []
     more += [f"a prior of {config.prior:g}"] if config.prior else []
     base = config.model if on_hub(config.model) else re.sub(r"[^\w.-]+", "-", Path(config.model).name)  # no path

@@ -707,15 +707,15 @@ def test_a_form_that_collapses_and_one_that_does_not_are_told_apart():
 
 
 def test_the_longer_task_is_judged_alike_and_also_when_drawn_every_few_steps():
-    ends = {"--sample-every 1 ": 0.95, "--sample-every 16 --sync-k 8 --stale taper-mean": 0.96,
-            "--stale taper-mean --prior 1": 0.9, "--no-humanline": 0.8}
+    ends = {"--sample-every 1 ": 0.95, "--sample-every 16 --sync-k 8 --stale taper-token": 0.96,
+            "--stale taper-token --prior 1": 0.9, "--no-humanline": 0.8}
     known = Stale()
     known.ends = ends | known.ends
     said = "\n".join(evaluation.long(pretended(known)))
     assert "GRPO, 3 seeds" in said and "DPO, 3 seeds" in said and "KTO, 3 seeds" in said
-    assert "**does not hold**: GRPO, with a taper of means" in said  # 0.902 - 0.802 of 0.952 - 0.802: 67 %
-    assert "**holds**: GRPO, every 16 steps, humanline, taper of means, prior" in said
-    assert "**does not hold**: GRPO, every 64 steps, humanline, taper of means, prior" in said  # -0.050 ± 0.000
+    assert "**does not hold**: GRPO, with a taper by token" in said  # 0.902 - 0.802 of 0.952 - 0.802: 67 %
+    assert "**holds**: GRPO, every 16 steps, humanline, taper by token, prior" in said
+    assert "**does not hold**: GRPO, every 64 steps, humanline, taper by token, prior" in said  # -0.050 ± 0.000
     wanted = [flags for seed in (1,) for loss in evaluation.LOSSES
               for flags in evaluation.stale_variants(loss, evaluation.LONG).values()]
     assert len(wanted) == len({*wanted}) and all("--data embedded:long " in flags for flags in wanted)

@@ -17,22 +17,33 @@ def test_the_weight_is_the_sequences_ratio_cut_at_1_and_of_the_worse_alone():
     d = torch.tensor([[-0.5, -0.3, 0.0], [-0.5, -0.3, 0.0], [0.4, 0.2, 0.0], [-1000.0, 0.0, 0.0]])
     weights = staleness_weight(d, torch.tensor([True, False, True, True]))
     assert weights[:, 0].tolist() == pytest.approx([math.exp(-0.8), 1.0, 1.0, 0.0])
-    of_means = staleness_weight(d, torch.tensor([True, False, True, True]), torch.tensor([2, 2, 2, 500]))
-    assert of_means[:, 0].tolist() == pytest.approx([math.exp(-0.4), 1.0, 1.0, math.exp(-2)])
     assert not staleness_weight(d.requires_grad_(), torch.ones(4, dtype=torch.bool)).requires_grad
 
 
-def test_the_taper_of_means_lets_a_long_completion_go_later_than_the_taper(tiny):
+def test_by_token_the_weight_is_the_mean_fall_in_which_a_token_counts_by_its_own():
+    worse = torch.ones(5, dtype=torch.bool)
+    d = torch.zeros(5, 40)
+    d[0] = -0.5  # all fell alike: the mean, however many they are
+    d[1, 7] = -3.0  # one fell: that one, whatever is around it
+    d[2, :2] = torch.tensor([-1.0, -3.0])
+    d[3] = 0.4  # none fell
+    weights = staleness_weight(d, worse, by_token=True)
+    assert weights[:, 0].tolist() == pytest.approx([math.exp(-0.5), math.exp(-3.0), math.exp(-10 / 4), 1.0, 1.0])
+    assert torch.equal(staleness_weight(d, ~worse, by_token=True), torch.ones(5, 1))
+    assert torch.equal(staleness_weight(d[:, :20], worse, by_token=True)[0], weights[0])
+
+
+def test_the_taper_by_token_lets_a_long_completion_go_later_than_the_taper(tiny):
     policy, _, config = policy_of(tiny)
     batch = random_batch("grpo")
     for s in batch.sequences:  # each token is half as likely as the sampler had it
         s.sampler_logps = humanline.log_probs(policy, [s])[0][0].detach()[-len(s.completion) :] + math.log(2)
     found = {stale: gradient(policy, batch, dataclasses.replace(config, stale=stale))
-             for stale in ("keep", "drop", "taper", "taper-mean")}
+             for stale in ("keep", "drop", "taper", "taper-token")}
     pushed_down = found["keep"] - found["drop"]
     left = {stale: float((found[stale] - found["drop"]) @ pushed_down / pushed_down.square().sum())
-            for stale in ("taper", "taper-mean")}
-    assert left["taper-mean"] == pytest.approx(0.5, abs=1e-3) and left["taper"] < 0.3
+            for stale in ("taper", "taper-token")}
+    assert left["taper-token"] == pytest.approx(0.5, abs=1e-3) and left["taper"] < 0.3
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])

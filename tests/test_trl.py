@@ -1,4 +1,4 @@
-"""The lines under "In TRL too" in the README, run as they stand against the real TRL, which users need not have."""
+"""The lines of .github/trl.md, run as they stand against the real TRL, which users need not have."""
 
 import math
 import re
@@ -12,12 +12,11 @@ trl = pytest.importorskip("trl")
 import datasets
 from transformers import TrainerCallback
 
-SECTION = r"## In TRL too\n(?:(?!^## ).)*?```python\n(.*?)```"
 K, STEPS = 2, 5
 
 
 def lines() -> str:
-    return re.search(SECTION, (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[1]
+    return re.search(r"```python\n(.*?)```", (ROOT / ".github" / "trl.md").read_text(encoding="utf-8"), re.DOTALL)[1]
 
 
 def weights(model) -> list[torch.Tensor]:
