@@ -1759,7 +1759,7 @@ class Sampler:
         drawn, rewards, results, longest = {}, {}, {}, self.config.max_new_tokens
         bar = tqdm(total=sum(len(calls[number]) for number in numbers) * longest, desc=f"drawing {len(repeated)}",
                    unit="token", unit_scale=True, leave=False, delay=1, disable=True if rank() else None)
-        with ThreadPoolExecutor(1) as executor, bar, self.rewards_given_up():
+        with ThreadPoolExecutor(1) as executor, bar, self.rewards_given_up(), gathered(self.policy, self.config):
             for count, number in enumerate(numbers, 1):
                 groups = [repeated[i] for i in calls[number]]
                 ids, seed = [group.prompt for group in groups], seed_for(self.config.seed, "draw", step, number)
@@ -1810,6 +1810,20 @@ class Sampler:
         """The reward of a completion: the weighted sum of `parts`."""
         values = [self.config.reward_failed if value is None else value for value in parts]
         return sum(reward.weight * value for reward, value in zip(self.rewards, values))
+
+@contextlib.contextmanager
+def gathered(policy: Module, config: Config) -> Iterator[None]:
+    """Sharded, each rank gets all weights at the first forward pass of a `with` and keeps them to its end: otherwise
+    `generate` gathers every layer for every token."""
+    if config.shard:
+        policy.set_reshard_after_forward(False)
+    try:
+        yield
+    finally:
+        for module in policy.modules() if config.shard else []:
+            if hasattr(module, "set_reshard_after_forward"):  # FSDP has it
+                module.set_reshard_after_forward(True, recurse=False)
+                module.reshard()
 
 @torch.no_grad()
 def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int, config: Config, seed: int,

@@ -166,3 +166,43 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
     while not (path.exists() and path.stat().st_size):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
+
+
+GATHERS = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch, humanline
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Gathers(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "allgather_base" in str(function)
+        return function(*args, **(kwargs or {{}}))
+
+torch.set_num_threads(1)
+counts = []
+for longest in (2, 6):
+    config = humanline.parse_config([*sys.argv[1:], "--shard", "--sample-every", "1", "--max-new-tokens", str(longest)])
+    policy, tokenizer = humanline.load_policy(config, humanline.join_ranks())
+    sampler = humanline.Sampler(policy, tokenizer, config)
+    rows = humanline.read_rows(config.data[0], config, "--data")
+    groups = humanline.encode_rows(rows, sampler, online=True)[:4]
+    with Gathers() as gathers:
+        sampler.draw_rollouts(groups, rows, 2, 1)
+    is_sharded = all(isinstance(p, torch.distributed.tensor.DTensor) for p in policy.parameters())
+    counts.append([gathers.count, is_sharded])
+if humanline.rank() == 0:
+    print("counts", json.dumps(counts))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_sharded_weights_are_gathered_once_for_a_drawing_and_not_for_each_token(tiny, data_files, varied, tmp_path):
+    (tmp_path / "gathers.py").write_text(GATHERS)
+    process = torchrun(tmp_path / "gathers.py", "--model", tiny, "--data", data_files["groups"], "--reward", varied)
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    (short, first), (long, second) = json.loads(re.search("counts (.*)", said)[1])
+    assert first and second and short == long > 0  # the weights lie in parts again
