@@ -572,7 +572,7 @@ def train(config: Config) -> "Run":
                 prompts = run.batches.next_prompts(step)
                 ahead = run.batches.next_prompts(step + config.sample_every) if config.draw_ahead else []
                 rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step, ahead=ahead)
-                run.batches.add_rollouts(rollouts, step)
+                run.batches.add_rollouts(rollouts)
                 sample_seconds = time.perf_counter() - step_started
                 about_rollouts = run.keep_rollouts("rollouts.jsonl", rollouts, run.rows, step, sample_seconds)
                 reference.after_rollouts(step)
@@ -1668,8 +1668,8 @@ class Batches:
             chosen.append(pool[self.orders[epoch][place]])
         return chosen
 
-    def add_rollouts(self, rollouts: list[Group], step: int) -> None:
-        """Online: make the batches from `step` on of the rollouts of `next_prompts(step)`."""
+    def add_rollouts(self, rollouts: list[Group]) -> None:
+        """Online: make the next batches, of the rollouts of `next_prompts`."""
         mean_reward = mean([mean(group.rewards) for group in rollouts])
         units = [self.loss.make_units(group, self.config, mean_reward) for group in rollouts]
         self.loss.set_weights([sequence for group in units for unit in group for sequence in unit], self.config)
@@ -2975,7 +2975,7 @@ def plan(config: Config) -> None:
     prompts = batches.next_prompts(1) if config.sample_every else []
     if config.sample_every:  # with the longest completions that there can be
         batches.add_rollouts([dataclasses.replace(group, completions=[[0] * new] * size, rewards=[*range(size)])
-                              for group in prompts], 1)
+                              for group in prompts])
     else:
         batches.make_offline(min(config.steps, 64))
     area = lambda part: len(forward_rows(part)) * max(map(width, forward_rows(part)), default=0)
@@ -3057,7 +3057,7 @@ def warn(message: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The whole program; returns the exit status."""
-    status = 0
+    status, failure = 0, ""
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and config.out is not None:
@@ -3074,14 +3074,15 @@ def main(argv: list[str] | None = None) -> int:
             status = 128 + run.signal if run.signal else 0  # as the shell says of a process that a signal ended
     except UserError as error:
         time.sleep(3 * (os.environ.get("RANK", "0") != "0"))  # one line, from rank 0, if it has the same to say
-        print(f"humanline.py: error: {error}", file=sys.stderr)
-        status = 2
+        failure, status = f"humanline.py: error: {error}", 2
     except (FloatingPointError, MemoryError, OSError) as error:
-        print(f"humanline.py: stopped: {error}", file=sys.stderr)
-        status = 1
+        failure, status = f"humanline.py: stopped: {error}", 1
     except KeyboardInterrupt:  # before the first step, or a second one
-        print("humanline.py: stopped at once; what was saved before stays", file=sys.stderr)
-        status = 130
+        failure, status = "humanline.py: stopped at once; what was saved before stays", 130
+    if failure:
+        print(failure, file=sys.stderr)
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's own report ends with what it finds there
+            Path(path).write_text(json.dumps(dict(message=failure, timestamp=int(time.time()))))
     if dist.is_initialized():
         dist.destroy_process_group()
     return status

@@ -168,6 +168,13 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
+def test_what_is_wrong_stands_at_the_end_of_torchruns_report(tiny, tmp_path):
+    process = torchrun(ROOT / "humanline.py", "--model", tiny, "--data", "no/such.jsonl", "--out", tmp_path / "out")
+    _, errors = process.communicate(timeout=300)
+    lines = [line.strip() for line in errors.splitlines() if line.strip(" =")]
+    assert process.returncode == 1 and "humanline.py: error: --data no/such.jsonl" in lines[-1], errors
+
+
 GATHERS = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
