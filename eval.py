@@ -29,12 +29,14 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shlex
 import shutil
 import sys
 import tempfile
 import time
 import unicodedata
+import weakref
 from collections import defaultdict
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -45,6 +47,9 @@ from typing import Annotated, Any, Callable, Iterable, Iterator, Literal
 import numpy as np
 import torch
 import tyro
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import humanline
@@ -910,7 +915,8 @@ def winrate(flags: Winrate) -> None:
     prompts, fields = [row.prompt for row in of_rows], [row.fields for row in of_rows]
     if judge is None:
         sampler.rewards = rewards
-        scores = [[sampler.total(parts) for parts in sampler.compute_rewards(side, of_rows)] for side in (first, second)]
+        parts = [sampler.compute_rewards(side, of_rows) for side in (first, second)]
+        scores = [[sampler.total(values) for values in side] for side in parts]
         higher = np.sign(np.subtract(*scores))
         preference, favour = (1 + higher) / 2, 0 * higher
     else:
@@ -1300,6 +1306,114 @@ def picture_curves(groups: dict[str, list[dict[int, dict]]], panels: Iterable[st
     notes = {f"noisy quantities: medians over up to {width} steps": width > 1,
              "bands: the range over seeds": by_time and any(len(runs) > 1 for runs in groups.values())}
     print("; ".join(note for note, holds in notes.items() if holds))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# humanline.py --plan: how much memory a run takes, from a forward and backward pass over tensors without values
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the fake tensors that are made, and the most at one time. What has real operands alone, such
+    as labels, which decide shapes, is computed for real."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]):
+        super().__init__()
+        self.now, self.peak, self.storages = 0, 0, weakref.WeakSet(p.untyped_storage() for p in parameters)
+
+    def __torch_dispatch__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        is_real = operands and not any(isinstance(tensor, FakeTensor) for tensor in operands)
+        with unset_fake_temporarily() if is_real else contextlib.nullcontext():
+            results = function(*args, **(kwargs or {}))
+        for storage in [leaf.untyped_storage() for leaf in tree_leaves(results) if isinstance(leaf, FakeTensor)]:
+            if storage not in self.storages:
+                self.storages.add(storage)
+                self.count(storage.nbytes())
+                weakref.finalize(storage, self.count, -storage.nbytes())
+        return results
+
+    def count(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def plan(config: Config) -> None:
+    """Print what each rank of a run holds at its peak, told from the first batches, and what would take less. Sharded,
+    without the layers that are gathered for a moment."""
+    humanline.go_offline_without_hub(config)
+    device = humanline.join_ranks()
+    rows = [row for source in config.data for row in humanline.read_rows(source, config, "--data")]
+    policy, tokenizer = humanline.load_policy(config, device, has_weights=False)
+    sampler = Sampler(policy, tokenizer, dataclasses.replace(config, reward=(), eval_data=None))
+    groups = humanline.encode_rows(rows, sampler, online=bool(config.sample_every))
+    batches = humanline.Batches(config, groups, sampler.longest)
+    config.steps, new, size = config.steps or batches.steps_per_epoch, config.max_new_tokens, config.group_size
+    prompts = batches.next_prompts(1) if config.sample_every else []
+    if config.sample_every:  # with the longest completions that there can be
+        batches.add_rollouts([dataclasses.replace(group, completions=[[0] * new] * size, rewards=[*range(size)])
+                              for group in prompts])
+    else:
+        batches.make_offline(min(config.steps, 64))
+    rows_of = humanline.forward_rows
+    area = lambda part: len(rows_of(part)) * max(map(humanline.width, rows_of(part)), default=0)
+    is_idle, microbatches = humanline.LOSSES[config.loss].is_idle, []
+    for batch in batches.pending:
+        microbatches.append(humanline.cut([s for s in batch.sequences if not is_idle(s, config)], config))
+    parts = max(microbatches, key=lambda parts: max(map(area, parts), default=0))
+    largest = max(parts, key=area)
+    program = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else 0
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        policy.to_empty(device="cpu")
+        policy.tie_weights()
+    training, sampling = (LiveBytes(policy.parameters()) for _ in range(2))
+
+    def compute(ids: torch.Tensor, labels: torch.Tensor, temperature: float, note_entropy: Any,
+                **layout: torch.Tensor) -> torch.Tensor:
+        layout = {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
+        for _ in parts[:2]:  # the second finds the first one's gradients
+            with fake, training:
+                with humanline.mixed_precision(policy.device, config):
+                    logps = humanline.completion_logps(policy, fake.from_tensor(ids), labels, temperature, note_entropy,
+                                                       **layout)
+                logps.sum().backward()
+        return torch.zeros(labels.shape)
+
+    policy.completion_logps = compute
+    humanline.log_probs(policy, largest, humanline.logits_temperature(config), lambda entropies: None)
+    drawn = max(len(prompts) * size, config.eval_prompts * config.eval_samples if config.eval_data else 0)
+    longest = max(len(group.prompt) for group in batches.groups)
+    count = min(math.ceil(drawn / humanline.world_size()), config.sample_tokens // (longest + new))
+    if count:
+        with fake, sampling, torch.no_grad(), humanline.mixed_precision(policy.device, config):
+            ids = torch.zeros(count, longest, dtype=torch.long)
+            out = policy.eval()(input_ids=ids, use_cache=True, logits_to_keep=1)
+        cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
+        # `sample` holds six tensors of the size of the last position's logits.
+        sampling.peak = max(sampling.peak, cache * (longest + new) // longest + 6 * 4 * out.logits.numel())
+
+    ranks, copies = humanline.world_size() if config.shard else 1, humanline.is_copied(config)
+    weights, changed = (sum(p.nbytes for p in group) // ranks
+                        for group in (policy.parameters(), humanline.trained(policy).values()))
+    is_aside = config.lora if copies else config.sample_every and (humanline.is_synced(config) or config.kl_beta)
+    aside = changed * (bool(is_aside) + (config.on_collapse == "restore"))
+    host = "" if device.type == "cpu" else ", in host memory"
+    held = {"the program": program, "weights": weights, "AdamW's moments": 2 * changed,
+            "the reference, a second model": weights if copies and not config.lora else 0,
+            f"weights put aside{host}": aside,
+            f"a checkpoint on its way to the disk{host}": 3 * changed * (0 < config.save_every <= config.steps)}
+    work = {"gradients": changed,
+            f"activations and log-probs ({len(rows_of(largest))} rows, {area(largest):,} tokens)":
+                max(0, training.peak - changed * ranks)}
+    drawing = {f"or in their place sampling ({count} x ({longest} + {new}) tokens)": sampling.peak}
+    most = max(sum(work.values()), sampling.peak)
+    holes = {"holes between them, some quarter": most // 4 if device.type == "cpu" else 0}
+    peak = sum(size for name, size in (held | holes).items() if not host or host not in name) + most
+    if humanline.rank() == 0:
+        for name, size in (held | work | drawing | holes | {"in all, on each rank": peak}).items():
+            print(f"{size / 2**20:>10,.0f} MiB  {name}") if size else None
+        print(humanline.less_memory(config))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1759,7 +1873,8 @@ def compare_forms(runs: Runs, task: Sums) -> list[str]:
                 f"{show_share(share)} (asked: 70%)",
                 undecided=not fell and not np.mean(more) + half(more) <= 0 and share[2] > 0.7))
         noted = [run for variant in flags.values() for run in own.each(variant) if "warned" in run or "metrics" in run]
-        verdicts += [warned_in_time(noted, "exact").replace("the trainer", f"{loss.upper()}, the trainer")] * bool(noted)
+        if noted:
+            verdicts.append(warned_in_time(noted, "exact").replace("the trainer", f"{loss.upper()}, the trainer"))
         for form in [name for name in flags if name.startswith("every ") and name.endswith(", prior")]:
             against, every, sparsely = last(form) - online, flags["online"], flags[form]
             whole = spread(own(every, "training") / own(sparsely, "training"), 2)
@@ -2059,7 +2174,8 @@ def write_results(path: Path, runs: dict[str, dict]) -> None:
     for run in runs.values():
         line = dict(flags=run["flags"], seed=int(run["flags"].split("--seed ")[1]))
         line |= {name: round(value, 4) if isinstance(value, float) else value
-                 for name, value in run.items() if name != "metrics"} | ({"warned": warned(run)} if "metrics" in run else {})
+                 for name, value in run.items() if name != "metrics"}
+        line |= {"warned": warned(run)} if "metrics" in run else {}
         lines.append(line | dict(lowest=min(value for name, value in line.items() if name.startswith("exact "))))
     replace(path, json_lines(lines))
 
@@ -2352,9 +2468,11 @@ def real_verdicts(title: str, value: Callable[..., np.ndarray], runs: Runs, flag
         share = f"; {show_share(closed(*of_three))} of the gap" if len(of_three[0]) else ""
         compare(value(name, "reward"), offline, f"{name} does better than offline", True, share)
         there = online_at(runs, flags["online"], value(name, "kl"))
-        compare(value(name, "reward"), there, f"{name} gains as much as online at the same distance from the base", False)
+        claim = f"{name} gains as much as online at the same distance from the base"
+        compare(value(name, "reward"), there, claim, False)
     for name in [name for name in flags if name.startswith(f"{SPARSELY}, ")]:
-        on_one = [a.get("device") == b.get("device") for a, b in zip(runs.each(flags["online"]), runs.each(flags[name]))]
+        pairs = zip(runs.each(flags["online"]), runs.each(flags[name]))
+        on_one = [a.get("device") == b.get("device") for a, b in pairs]
         ratio, = common(np.where(on_one, value("online", "seconds") / value(name, "seconds"), math.nan))
         times = f"; every step takes {spread(ratio, 2)} times as long" if len(ratio) else ""
         compare(value(name, "reward"), online, f"{name} does as well as online", False, times)

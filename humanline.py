@@ -64,11 +64,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 # ---------- Configuration ---------------------------------------------------------------------------------------------
@@ -511,7 +508,8 @@ def of_ratio(x: LossInputs, config: Config) -> Tensor:
     return sequence_log_ratio(x.perceived, x.mask) if config.ratio == "sequence" else x.perceived
 
 def grpo_of_inputs(x: LossInputs, config: Config) -> Tensor:
-    return grpo_loss(x.log_ratio, of_ratio(x, config), x.advantages, config.epsilon, config.kl_beta, config.epsilon_high)
+    perceived = of_ratio(x, config)
+    return grpo_loss(x.log_ratio, perceived, x.advantages, config.epsilon, config.kl_beta, config.epsilon_high)
 
 def grpo_clipped(x: LossInputs, config: Config) -> tuple[Tensor, Tensor]:
     """Where GRPO's own clip takes the gradient, at its lower and at its upper end: two (N, T) boolean tensors."""
@@ -1174,7 +1172,7 @@ def go_offline_without_hub(config: Config) -> None:
 
 def load_policy(config: Config, device: torch.device, has_weights: bool = True) -> tuple[Module, Any]:
     """The model and its tokenizer, by hub name or folder, ready for training, and without dropout, which would make the
-    log-ratio of a policy with itself noise instead of 0. Without has_weights it stays on the meta device, for `plan`."""
+    log-ratio of a policy with itself noise instead of 0. Without has_weights it stays on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     trust = dict(trust_remote_code=config.trust_remote_code)
     with ranks_in_turn() if config.shard else contextlib.nullcontext():
@@ -2402,6 +2400,13 @@ def fit_memory(work: Callable[[], Any], sequences: list[Sequence], config: Confi
         config.microbatch_tokens = math.ceil(config.microbatch_tokens / 2)
         warn(f"out of memory; from here on --microbatch-tokens {config.microbatch_tokens}, which changes no result")
 
+def less_memory(config: Config) -> str:
+    """What takes less memory and is not asked for yet."""
+    must_copy = config.lora or config.sync_drift or config.sync_alpha < 1
+    ways = {"--lora 16": config.lora, "--ref lookahead": must_copy or not is_copied(config),
+            "--checkpoint-activations": config.checkpoint_activations, "--shard": config.shard}
+    return f"less takes: {', '.join(way for way, is_set in ways.items() if not is_set)}, a lower --max-length"
+
 def cut(sequences: list[Sequence], config: Config) -> list[list[Sequence]]:
     """This rank's share of a batch, in microbatches. Sharded, all ranks must have as many: [] makes up the number."""
     for index, sequence in enumerate(sequences):
@@ -2935,113 +2940,6 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> No
             where = f"the model is in {rescue}" if rescue.exists() else f"nor {rescue}; the weights are lost"
             raise OSError(f"could not write {path} ({error}); {where}") from error
 
-# ---------- The plan --------------------------------------------------------------------------------------------------
-# How much memory a run takes, from a forward and backward pass over tensors without values.
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the fake tensors that are made, and the most at one time. What has real operands alone, such
-    as labels, which decide shapes, is computed for real."""
-
-    def __init__(self, parameters: Iterable[Tensor]):
-        super().__init__()
-        self.now, self.peak, self.storages = 0, 0, weakref.WeakSet(p.untyped_storage() for p in parameters)
-
-    def __torch_dispatch__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_real = operands and not any(isinstance(tensor, FakeTensor) for tensor in operands)
-        with unset_fake_temporarily() if is_real else contextlib.nullcontext():
-            results = function(*args, **(kwargs or {}))
-        for storage in [leaf.untyped_storage() for leaf in tree_leaves(results) if isinstance(leaf, FakeTensor)]:
-            if storage not in self.storages:
-                self.storages.add(storage)
-                self.count(storage.nbytes())
-                weakref.finalize(storage, self.count, -storage.nbytes())
-        return results
-
-    def count(self, size: int) -> None:
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-def plan(config: Config) -> None:
-    """Print what each rank of a run holds at its peak, told from the first batches, and what would take less. Sharded,
-    without the layers that are gathered for a moment."""
-    go_offline_without_hub(config)
-    device = join_ranks()
-    rows = [row for source in config.data for row in read_rows(source, config, "--data")]
-    policy, tokenizer = load_policy(config, device, has_weights=False)
-    sampler = Sampler(policy, tokenizer, dataclasses.replace(config, reward=(), eval_data=None))
-    batches = Batches(config, encode_rows(rows, sampler, online=bool(config.sample_every)), sampler.longest)
-    config.steps, new, size = config.steps or batches.steps_per_epoch, config.max_new_tokens, config.group_size
-    prompts = batches.next_prompts(1) if config.sample_every else []
-    if config.sample_every:  # with the longest completions that there can be
-        batches.add_rollouts([dataclasses.replace(group, completions=[[0] * new] * size, rewards=[*range(size)])
-                              for group in prompts])
-    else:
-        batches.make_offline(min(config.steps, 64))
-    area = lambda part: len(forward_rows(part)) * max(map(width, forward_rows(part)), default=0)
-    is_idle, microbatches = LOSSES[config.loss].is_idle, []
-    for batch in batches.pending:
-        microbatches.append(cut([s for s in batch.sequences if not is_idle(s, config)], config))
-    parts = max(microbatches, key=lambda parts: max(map(area, parts), default=0))
-    largest = max(parts, key=area)
-    program = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else 0
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        policy.to_empty(device="cpu")
-        policy.tie_weights()
-    training, sampling = (LiveBytes(policy.parameters()) for _ in range(2))
-
-    def compute(ids: Tensor, labels: Tensor, temperature: float, note_entropy: Any, **layout: Tensor) -> Tensor:
-        layout = {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
-        for _ in parts[:2]:  # the second finds the first one's gradients
-            with fake, training:
-                with mixed_precision(policy.device, config):
-                    logps = completion_logps(policy, fake.from_tensor(ids), labels, temperature, note_entropy, **layout)
-                logps.sum().backward()
-        return torch.zeros(labels.shape)
-
-    policy.completion_logps = compute
-    log_probs(policy, largest, logits_temperature(config), lambda entropies: None)
-    drawn = max(len(prompts) * size, config.eval_prompts * config.eval_samples if config.eval_data else 0)
-    longest = max(len(group.prompt) for group in batches.groups)
-    count = min(math.ceil(drawn / world_size()), config.sample_tokens // (longest + new))
-    if count:
-        with fake, sampling, torch.no_grad(), mixed_precision(policy.device, config):
-            ids = torch.zeros(count, longest, dtype=torch.long)
-            out = policy.eval()(input_ids=ids, use_cache=True, logits_to_keep=1)
-        cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
-        # `sample` holds six tensors of the size of the last position's logits.
-        sampling.peak = max(sampling.peak, cache * (longest + new) // longest + 6 * 4 * out.logits.numel())
-
-    ranks, copies = world_size() if config.shard else 1, is_copied(config)
-    weights, changed = (sum(p.nbytes for p in group) // ranks
-                        for group in (policy.parameters(), trained(policy).values()))
-    is_aside = config.lora if copies else config.sample_every and (is_synced(config) or config.kl_beta)
-    aside = changed * (bool(is_aside) + (config.on_collapse == "restore"))
-    host = "" if device.type == "cpu" else ", in host memory"
-    held = {"the program": program, "weights": weights, "AdamW's moments": 2 * changed,
-            "the reference, a second model": weights if copies and not config.lora else 0,
-            f"weights put aside{host}": aside,
-            f"a checkpoint on its way to the disk{host}": 3 * changed * (0 < config.save_every <= config.steps)}
-    work = {"gradients": changed,
-            f"activations and log-probs ({len(forward_rows(largest))} rows, {area(largest):,} tokens)":
-                max(0, training.peak - changed * ranks)}
-    drawing = {f"or in their place sampling ({count} x ({longest} + {new}) tokens)": sampling.peak}
-    most = max(sum(work.values()), sampling.peak)
-    holes = {"holes between them, some quarter": most // 4 if device.type == "cpu" else 0}
-    peak = sum(size for name, size in (held | holes).items() if not host or host not in name) + most
-    if rank() == 0:
-        for name, size in (held | work | drawing | holes | {"in all, on each rank": peak}).items():
-            print(f"{size / 2**20:>10,.0f} MiB  {name}") if size else None
-        print(less_memory(config))
-
-def less_memory(config: Config) -> str:
-    """What takes less memory and is not asked for yet."""
-    must_copy = config.lora or config.sync_drift or config.sync_alpha < 1
-    ways = {"--lora 16": config.lora, "--ref lookahead": must_copy or not is_copied(config),
-            "--checkpoint-activations": config.checkpoint_activations, "--shard": config.shard}
-    return f"less takes: {', '.join(way for way, is_set in ways.items() if not is_set)}, a lower --max-length"
-
 # ---------- The command line ------------------------------------------------------------------------------------------
 
 class UserError(Exception):
@@ -3066,7 +2964,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{config.out} is finished already; the model is in {Path(config.out, 'final')}")
             return 0
         if config.plan:
-            plan(config)
+            sys.modules.setdefault("humanline", sys.modules[__name__])  # this one, and no second
+            with explained("--plan", "eval.py makes it, and must lie beside humanline.py"):
+                import eval as evaluation
+            evaluation.plan(config)
         else:
             run = train(config)
             if rank() == 0:
