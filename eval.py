@@ -2181,16 +2181,34 @@ def write_results(path: Path, runs: dict[str, dict]) -> None:
 
 
 def picture_stale(runs: Runs, path: Path, task: Sums = SHORT) -> None:
-    """Held-out pass@1 of GRPO as it trains: a line for each variant of `stale`, a band over its seeds."""
-    figure, (axis,) = new_figure(4.8, 1, 1)
-    (own, _), steps = finished(runs, "grpo", task), (0, *task.steps)
-    for i, (name, flags) in enumerate(stale_variants("grpo", task).items()):
+    """Held-out pass@1 of GRPO as it trains: a line for each variant of `stale`, a band over its seeds. For a task that
+    is drawn at several lags those offline alone, and beside them where all ended, against the lag."""
+    with_lags = len(task.drawn_every) > 1
+    figure, (axis, *rest) = new_figure(4.2 if with_lags else 4.8, 1, 2 if with_lags else 1)
+    (own, _), steps, variants = finished(runs, "grpo", task), (0, *task.steps), stale_variants("grpo", task)
+    shown = {name: flags for name, flags in variants.items() if not (with_lags and name.startswith("every "))}
+    for i, (name, flags) in enumerate(shown.items()):
         curve = np.array([own(flags, f"exact {step}") for step in steps])
         colour, dash = OKABE_ITO[i % 7], "--" if name.startswith("every ") else DASHES[i // 7 * 2]
         axis.fill_between(steps, curve.min(1), curve.max(1), color=colour, alpha=0.12, linewidth=0)
         axis.plot(steps, curve.mean(1), dash, color=colour, linewidth=1.8, label=name)
     axis.set(xlabel=f"steps; bands: the range over {len(own.seeds)} seeds", ylabel="pass@1, held out", ylim=(0, 1.01),
              xlim=(0, steps[-1]))
+    for axis_of_lags in rest:
+        for i, offline in enumerate(shown):
+            form = offline.removeprefix("offline + ")
+            ends = {f"{lag}": variants.get(f"every {lag} steps" + (f", {form}" if form != "offline" else ""))
+                    for lag in task.drawn_every} | {"offline": variants[offline]}
+            ends = {"1": variants["online"]} | ends if form == "offline" else ends
+            if form == "online":
+                continue
+            values = np.array([own(flags, f"exact {steps[-1]}") for flags in ends.values()])
+            places = [["1", *map(str, task.drawn_every), "offline"].index(lag) for lag in ends]
+            axis_of_lags.fill_between(places, values.min(1), values.max(1), color=OKABE_ITO[i % 7], alpha=0.12, lw=0)
+            axis_of_lags.plot(places, values.mean(1), "-o", color=OKABE_ITO[i % 7], linewidth=1.8, markersize=4)
+        axis_of_lags.set(xlabel="drawn every so many steps", xticks=range(2 + len(task.drawn_every)), ylim=(0, 1.01),
+                         xticklabels=["1", *map(str, task.drawn_every), "offline"],
+                         ylabel=f"pass@1 after {steps[-1]} steps")
     save(figure, path, axis)
 
 
