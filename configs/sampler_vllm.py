@@ -29,7 +29,8 @@ def sample(prompts: list[list[int]], settings: dict, count: int, seed: int, weig
     if engine is None:
         gpus = torch.cuda.device_count()
         on_gpus = dict(gpu_memory_utilization=MEMORY, tensor_parallel_size=gpus)
-        on_cpu = dict(kv_cache_memory_bytes=2**30, enforce_eager=True)
+        # vLLM 0.32 on a CPU fails where a prompt with a seed is cut in two ("CPU Generator does not use offset").
+        on_cpu = dict(kv_cache_memory_bytes=2**30, enforce_eager=True, enable_chunked_prefill=False)
         engine = LLM(weights, dtype=settings["dtype"], skip_tokenizer_init=True, logprobs_mode="processed_logprobs",
                      **on_gpus if gpus else on_cpu)
     elif weights != loaded:
