@@ -1340,7 +1340,7 @@ class LiveBytes(TorchDispatchMode):
 
 def plan(config: Config) -> None:
     """Print what each rank of a run holds at its peak, told from the first batches, and what would take less. Sharded,
-    without the layers that are gathered for a moment."""
+    without the layers that are gathered for a moment while it trains."""
     humanline.go_offline_without_hub(config)
     device = humanline.join_ranks()
     rows = [row for source in config.data for row in humanline.read_rows(source, config, "--data")]
@@ -1392,6 +1392,9 @@ def plan(config: Config) -> None:
         cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
         # `sample` holds six tensors of the size of the last position's logits.
         sampling.peak = max(sampling.peak, cache * (longest + new) // longest + 6 * 4 * out.logits.numel())
+        if config.shard:  # all weights are gathered while it draws
+            sampling.peak += sum(p.numel() * (2 if humanline.is_mixed(config) else p.element_size())
+                                 for p in policy.parameters())
 
     ranks, copies = humanline.world_size() if config.shard else 1, humanline.is_copied(config)
     weights, changed = (sum(p.nbytes for p in group) // ranks

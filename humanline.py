@@ -197,7 +197,9 @@ class Config:
     next one; copy: a second model, with --lora second adapters. Both give the same numbers; auto takes lookahead where
     it costs nothing."""
     compile: bool = dataclasses.field(default_factory=torch.cuda.is_available)  # torch.compile. Default: on a GPU.
-    shard: bool = False  # Several ranks: shard weights, gradients and optimizer state over them (FSDP2).
+    shard: bool = False
+    """Several ranks: shard weights, gradients and optimizer state over them (FSDP2). While `generate` draws, each rank
+    holds all weights."""
     seed: int = 0  # Everything random is a function of this and of the step.
 
     # What is written, and when.
@@ -2983,7 +2985,8 @@ def main(argv: list[str] | None = None) -> int:
     if failure:
         print(failure, file=sys.stderr)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's own report ends with what it finds there
-            Path(path).write_text(json.dumps(dict(message=failure, timestamp=int(time.time()))))
+            with contextlib.suppress(OSError):  # the disk may be full
+                Path(path).write_text(json.dumps(dict(message=failure, timestamp=int(time.time()))))
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
