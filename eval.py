@@ -1777,7 +1777,7 @@ SHORT = Sums("two-digit sums", "--data embedded", (*range(32, 257, 32),), 0.5, (
 LONG = Sums("sums of six digits with every partial sum, some 40 tokens", "--model embedded:long --data embedded:long "
             "--eval-data embedded:long-test --max-new-tokens 48", (*range(32, 129, 32),), 0.4, (16, 64))
 LONG_SIZE = dict(grpo="--batch-size 16 --lr 5e-4", dpo="--batch-size 32 --lr 5e-4", kto="--batch-size 64 --lr 2.5e-4")
-PAPERS, BOTH, BY_TOKEN = (f"offline + humanline{form}" for form in ("", ", taper, prior", ", taper by token, prior"))
+PAPERS, BOTH = "offline + humanline", "offline + humanline, taper, prior"
 
 
 def stale_variants(loss: str, task: Sums = SHORT) -> dict[str, str]:
@@ -1785,19 +1785,18 @@ def stale_variants(loss: str, task: Sums = SHORT) -> dict[str, str]:
     loss, the other forms with one k. The learning rate is the default."""
     k = dict(grpo=24, dpo=128, kto=128)[loss]
     form = lambda k, stale, prior: f"--sync-k {k} --stale {stale} --prior {prior}"
-    papers, both, by_token = form(k, "keep", 0), form(8, "taper", 1), form(8, "taper-token", 1)
+    papers, both = form(k, "keep", 0), form(8, "taper", 1)
     switches = {"offline": NEVER, "online": f"{ONLINE} {NEVER}", PAPERS: papers}
     if task is SHORT:
         switches |= {f"{PAPERS}, k = 8": form(8, "keep", 0)} if loss == "grpo" else {}
         switches |= {f"{PAPERS}, taper": form(8, "taper", 0), f"{PAPERS}, prior": form(8, "keep", 1)}
-    switches |= {BOTH: both, BY_TOKEN: by_token}
+    switches[BOTH] = both
     if loss == "grpo":
         switches |= {f"{PAPERS}, better completions alone, prior": form(8, "drop", 1)} if task is SHORT else {}
         for lag in task.drawn_every:
             name, drawn = f"every {lag} steps", f"--sample-every {lag}"
             switches |= {name: f"{drawn} {NEVER}", f"{name}, humanline": f"{drawn} {papers}",
                          f"{name}, humanline, taper, prior": f"{drawn} {both}"}
-            switches |= {f"{name}, humanline, taper by token, prior": f"{drawn} {by_token}"} if task is LONG else {}
     common = f"--loss {loss} {task.flags}{' ' + LONG_SIZE[loss] if task is LONG else ''}"
     common += f" --steps {task.steps[-1]} --eval-every {task.steps[0]}"
     return {name: f"{common} {flags}" for name, flags in switches.items()}
@@ -1867,14 +1866,13 @@ def compare_forms(runs: Runs, task: Sums) -> list[str]:
             claim = (f"{loss.upper()}, {name}, as in the paper, does at least as well as plain offline: "
                      f"{spread(more, sign='+')}, paired")
             verdicts.append(holds(np.mean(more) - half(more) >= 0, claim, not np.mean(more) + half(more) < 0))
-        for name, words in ((BOTH, "taper"), (BY_TOKEN, "a taper by token")):
-            more, share, fell = last(name) - offline, closed(offline, last(name), online), collapses(name)
-            verdicts.append(holds(
-                np.mean(more) - half(more) > 0 and not fell and share[0] >= 0.7,
-                f"{loss.upper()}, with {words} and prior humanline does better than plain offline, never collapses and "
-                f"closes most of the gap: {spread(more, sign='+')}, paired; {fell} of {len(own.seeds)} runs collapsed; "
-                f"{show_share(share)} (asked: 70%)",
-                undecided=not fell and not np.mean(more) + half(more) <= 0 and share[2] > 0.7))
+        more, share, fell = last(BOTH) - offline, closed(offline, last(BOTH), online), collapses(BOTH)
+        verdicts.append(holds(
+            np.mean(more) - half(more) > 0 and not fell and share[0] >= 0.7,
+            f"{loss.upper()}, with taper and prior humanline does better than plain offline, never collapses and "
+            f"closes most of the gap: {spread(more, sign='+')}, paired; {fell} of {len(own.seeds)} runs collapsed; "
+            f"{show_share(share)} (asked: 70%)",
+            undecided=not fell and not np.mean(more) + half(more) <= 0 and share[2] > 0.7))
         noted = [run for variant in flags.values() for run in own.each(variant) if "warned" in run or "metrics" in run]
         if noted:
             verdicts.append(warned_in_time(noted, "exact").replace("the trainer", f"{loss.upper()}, the trainer"))
@@ -2261,7 +2259,7 @@ ALONE = "offline + humanline, better completions alone, prior"
 SPARSELY = "every 16 steps"
 # --lr and --sync-k: the best of REAL_GRID in both tasks together, on seed 101. What is not here yet is searched for.
 REAL_TUNED = {
-    ("grpo", "offline"): ("2e-5", "0"), ("grpo", PAPERS): ("2e-5", "4"), ("grpo", BOTH): ("4e-5", "4"),
+    ("grpo", "offline"): ("2e-5", "0"), ("grpo", PAPERS): ("2e-5", "4"), ("grpo", ALONE): ("4e-5", "4"),
     ("grpo", "online"): ("4e-5", "0")}
 REAL_GRID = dict(lr=("1e-5", "2e-5", "4e-5"), k=(4, 1, 16))
 REAL_TUNING_SEED = 101
@@ -2269,15 +2267,14 @@ REAL_TUNING_SEED = 101
 
 def real_variants(loss: str) -> dict[str, tuple[str, str]]:
     """Each variant's switches, where {k} is its --sync-k, and the variant whose tuned settings it takes."""
-    papers, both, by_token, alone = (f"--sync-k {{k}} --stale {stale} --prior {prior}" for stale, prior in
-                                     (("keep", 0), ("taper", 1), ("taper-token", 1), ("drop", 1)))
-    variants = {"offline": (NEVER, "offline"), PAPERS: (papers, PAPERS), BOTH: (both, BOTH),
-                BY_TOKEN: (by_token, PAPERS), "online": (f"{ONLINE} {NEVER}", "online")}
+    papers, both, alone = (f"--sync-k {{k}} --stale {stale} --prior {prior}" for stale, prior in
+                           (("keep", 0), ("taper", 1), ("drop", 1)))
+    variants = {"offline": (NEVER, "offline"), PAPERS: (papers, PAPERS), BOTH: (both, PAPERS),
+                "online": (f"{ONLINE} {NEVER}", "online")}
     if loss == "grpo":
         drawn = f"--sample-every {SPARSELY.split()[1]}"
-        variants |= {ALONE: (alone, BOTH), SPARSELY: (f"{drawn} {NEVER}", "online"),
-                     f"{SPARSELY}, humanline": (f"{drawn} {papers}", PAPERS),
-                     f"{SPARSELY}, humanline, taper, prior": (f"{drawn} {both}", BOTH)}
+        variants |= {ALONE: (alone, ALONE), SPARSELY: (f"{drawn} {NEVER}", "online"),
+                     f"{SPARSELY}, humanline": (f"{drawn} {papers}", PAPERS)}
     return variants
 
 
@@ -2485,7 +2482,7 @@ def real_verdicts(title: str, value: Callable[..., np.ndarray], runs: Runs, flag
                               f"{spread(ahead, sign='+')}, paired{more}", few or (is_better and high > 0)))
 
     compare(online, offline, "online ends above offline", True)
-    for name in [name for name in (PAPERS, BOTH, BY_TOKEN) if name in flags]:
+    for name in [name for name in (PAPERS, BOTH) if name in flags]:
         of_three = common(offline, value(name, "reward"), online)
         share = f"; {show_share(closed(*of_three))} of the gap" if len(of_three[0]) else ""
         compare(value(name, "reward"), offline, f"{name} does better than offline", True, share)

@@ -125,11 +125,11 @@ class Config:
     beta_r: float = 1.0  # See --gamma-r.
 
     # What keeps a run from falling apart on data that others drew, or that it drew long ago. Not in the paper.
-    stale: Literal["taper", "taper-token", "keep", "drop"] | None = None
-    """taper: push a completion down only as far as the policy still says it: a worse completion's gradient has the
-    weight min(1, π_θ / π_sampler). taper-token: the same by how far its tokens have fallen, and not by their sum, which
-    lets go of long ones later. keep: without this; then each sync makes room to push it further down, without end.
-    drop: never push one down. Default: with the embedded model and humanline taper, else keep."""
+    stale: Literal["taper", "keep", "drop"] | None = None
+    """taper: push a completion down only as far as the policy still says it: a worse completion's gradient fades as the
+    completion surprises the policy more than it did the sampler. keep: without this; then each sync makes room to push
+    it further down, without end. drop: never push one down. Default: with the embedded model and humanline taper, else
+    keep."""
     prior: float | None = None
     """Judge each group as if it held this many rollouts more, with the mean reward of all. So a group that is all right
     still says that it is, where it would be forgotten for what other groups teach. Default: with the embedded model and
@@ -381,33 +381,30 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     means = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return means * mask
 
-def staleness_weight(log_ratio_to_sampler: Tensor, is_worse: Tensor, by_token: bool = False) -> Tensor:
-    """min(1, Π_t π_θ / μ) of each worse completion, 1 of each other (Le Roux et al. 2025, TOPR). It scales the gradient
-    of the log-ratio, upstream of any loss: what the policy says as often as the sampler did is pushed down with full
-    weight, and what it hardly says any more is left alone, as online, where it would hardly be drawn.
+def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, is_worse: Tensor) -> Tensor:
+    """exp(-rise / before) of each worse completion, 1 of each other. before: its surprisal to the sampler, -Σ_t log μ, at
+    least 1 nat; rise: by how much more it surprises the policy, Σ_t log μ - Σ_t log π_θ, at least 0.
 
-    by_token: exp(-Σ f² / Σ f) instead, where a token has fallen by f = max(0, log μ - log π_θ). That is the mean fall,
-    in which a token counts by its own. Right tokens around a wrong one do not hide it, as they do in a plain mean, and
-    30 tokens that fell a little are not let go, as they are by their product.
+    It scales the gradient of the log-ratio, upstream of any loss: what the policy says as often as the sampler did is
+    pushed down with full weight, and what surprises it twice as much is left nearly alone, as online, where it would
+    hardly be drawn. A completion that the sampler was sure of has min(1, π_θ / μ) (Le Roux et al. 2025, TOPR). For one
+    of many tokens that ratio is soon 0, though the policy says the same in other words. So the rise is counted in
+    its own surprisal, and not by tokens: right ones around a wrong one, which surprise nobody, do not hide it.
 
     Args:
         log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions; no gradient flows into it.
+        sampler_logps: (N, T) log μ, zero at masked positions.
         is_worse: (N,) booleans: rejected, undesirable, or with a negative advantage.
     Returns:
         (N, 1) weights from 0 to 1.
     """
-    d = log_ratio_to_sampler.detach()
-    fall = (-d.sum(-1, keepdim=True)).clamp(min=0)
-    if by_token:
-        falls = (-d).clamp(min=0)
-        fall = falls.square().sum(-1, keepdim=True) / falls.sum(-1, keepdim=True).clamp(min=1e-6)
-    return torch.where(is_worse[:, None], (-fall).exp(), torch.ones_like(fall))
+    rise = (-log_ratio_to_sampler.detach().sum(-1, keepdim=True)).clamp(min=0)
+    before = (-sampler_logps.sum(-1, keepdim=True)).clamp(min=1)
+    return torch.where(is_worse[:, None], (-rise / before).exp(), torch.ones_like(rise))
 
 def token_kl(log_ratio: Tensor) -> Tensor:
     """exp(-d) + d - 1 >= 0, whose mean over the policy's samples is KL(π_θ || π_ref), in nats (Schulman 2020, "k3")."""
     return torch.expm1(-log_ratio) + log_ratio
-
-TAPERS = ("taper", "taper-token")  # values of --stale that need the sampler's log-probs
 
 # What a loss trains on: a scored group becomes units of sequences, and a unit is what --batch-size counts.
 
@@ -642,11 +639,11 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             log_ratio, ref_log_ratio, mask, logps = log_ratios(policy, microbatch, config, entropies.append)  # forward
             sequences = microbatch or [Sequence([], [])]
             chosen = torch.tensor([s.is_chosen for s in sequences], device=device)
-            sampler_log_ratio = torch.zeros_like(logps)
+            sampler_logps = logps.detach()
             if needs_sampler_logps(config) and microbatch:
-                sampler_log_ratio = logps - pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
-            if config.stale in TAPERS:
-                weight = staleness_weight(sampler_log_ratio, ~chosen, by_token=config.stale == "taper-token")
+                sampler_logps = pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
+            if config.stale == "taper":
+                weight = staleness_weight(logps - sampler_logps, sampler_logps, ~chosen)
                 log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
             if config.stale == "drop":
                 log_ratio = torch.where(chosen[:, None], log_ratio, log_ratio.detach())
@@ -667,7 +664,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
                     (log_ratio > config.log_eps_r).sum(), low.sum(), high.sum(), log_ratio.abs().sum(),
                     token_kl(ref_log_ratio).sum(), logps.sum(), logps[chosen].sum(), mask[chosen].sum(),
                     gain[chosen].sum(), gain[~chosen].sum(), entropy.sum(), torch.tensor(len(entropy), device=device),
-                    sampler_log_ratio.abs().sum(),
+                    (logps - sampler_logps).abs().sum(),
                 ]).double()
         return sums
 
@@ -701,7 +698,7 @@ def takes_old_policy(config: Config) -> bool:
     return LOSSES[config.loss].has_old_policy and bool(config.sample_every) and not is_synced(config)
 
 def needs_sampler_logps(config: Config) -> bool:
-    return config.stale in TAPERS or draws_outside(config)
+    return config.stale == "taper" or draws_outside(config)
 
 def draws_outside(config: Config) -> bool:
     """Whether another process draws what is trained on."""
@@ -2271,7 +2268,7 @@ class Reference:
         if self.model is None and (self.copies or (is_asked and self.apart)):
             self.put_weights_aside()  # the initial policy's, for the whole run, or as the copy
         self.until = 0  # the last step that the present reference serves
-        if config.stale in TAPERS and not config.sample_every:  # unknown samplers: the initial policy stands in
+        if config.stale == "taper" and not config.sample_every:  # unknown samplers: the initial policy stands in
             unknown = [s for unit in batches.units_until(config.steps) for s in unit if s.sampler_logps is None]
             attach_logps("sampler_logps", policy, Batch(0, unknown, [], None), config)
 
@@ -3144,7 +3141,7 @@ def in_words(config: Config) -> dict[str, str]:
     name, syncs = config.loss.upper(), is_synced(config)
     objective = {(True, True): f"{name} with humanline", (True, False): f"{name} with syncing only",
                  (False, True): f"{name} with perception only", (False, False): f"plain {name}"}
-    stale_forms = {"taper": "a taper", "taper-token": "a taper by token", "drop": "the better completions alone"}
+    stale_forms = {"taper": "a taper", "drop": "the better completions alone"}
     more = [stale_forms[config.stale]] if config.stale in stale_forms else []
     more += [f"a prior of {config.prior:g}"] if config.prior else []
     base = config.model if on_hub(config.model) else re.sub(r"[^\w.-]+", "-", Path(config.model).name)  # no path

@@ -13,37 +13,37 @@ from humanline import LOSSES, Batch, Config, Group, Sequence, group_advantages, 
 from test_training import gradient, policy_of
 
 
-def test_the_weight_is_the_sequences_ratio_cut_at_1_and_of_the_worse_alone():
-    d = torch.tensor([[-0.5, -0.3, 0.0], [-0.5, -0.3, 0.0], [0.4, 0.2, 0.0], [-1000.0, 0.0, 0.0]])
-    weights = staleness_weight(d, torch.tensor([True, False, True, True]))
-    assert weights[:, 0].tolist() == pytest.approx([math.exp(-0.8), 1.0, 1.0, 0.0])
-    assert not staleness_weight(d.requires_grad_(), torch.ones(4, dtype=torch.bool)).requires_grad
+def test_the_weight_falls_with_the_rise_in_surprisal_counted_in_the_samplers_own_and_for_the_worse_alone():
+    d, mu = torch.zeros(6, 40), torch.zeros(6, 40)
+    mu[0, 3], d[0, 3] = -2.0, -2.0  # surprised the sampler by 2 nats, and the policy by 4: twice as much
+    mu[1], d[1] = -2.0, -2.0  # the same of each of many tokens
+    mu[2, 3], d[2, 3] = -0.1, -3.0  # the sampler was sure of it: min(1, π_θ / μ)
+    mu[3], d[3] = -0.5, 0.4  # the policy says it more often
+    d[4], mu[4] = -1000.0, -1.0
+    worse = torch.tensor([True, True, True, True, True, False])
+    weights = staleness_weight(d, mu, worse)
+    assert weights[:, 0].tolist() == pytest.approx([math.exp(-1), math.exp(-1), math.exp(-3), 1.0, 0.0, 1.0])
+    assert torch.equal(staleness_weight(d, mu, ~worse)[:5], torch.ones(5, 1))
+    assert not staleness_weight(d.requires_grad_(), mu, worse).requires_grad
 
 
-def test_by_token_the_weight_is_the_mean_fall_in_which_a_token_counts_by_its_own():
-    worse = torch.ones(5, dtype=torch.bool)
-    d = torch.zeros(5, 40)
-    d[0] = -0.5  # all fell alike: the mean, however many they are
-    d[1, 7] = -3.0  # one fell: that one, whatever is around it
-    d[2, :2] = torch.tensor([-1.0, -3.0])
-    d[3] = 0.4  # none fell
-    weights = staleness_weight(d, worse, by_token=True)
-    assert weights[:, 0].tolist() == pytest.approx([math.exp(-0.5), math.exp(-3.0), math.exp(-10 / 4), 1.0, 1.0])
-    assert torch.equal(staleness_weight(d, ~worse, by_token=True), torch.ones(5, 1))
-    assert torch.equal(staleness_weight(d[:, :20], worse, by_token=True)[0], weights[0])
+def test_right_tokens_around_a_wrong_one_do_not_hide_it():
+    wrong_alone, worse = torch.tensor([[-1.5], [-3.0]]), torch.tensor([True])
+    among_right = torch.cat([wrong_alone, torch.zeros(2, 30)], 1)
+    weights = [staleness_weight(d[None], mu[None], worse) for mu, d in (wrong_alone, among_right)]
+    assert torch.equal(*weights) and float(weights[0]) == pytest.approx(math.exp(-2))
 
 
-def test_the_taper_by_token_lets_a_long_completion_go_later_than_the_taper(tiny):
+def test_a_completion_that_surprises_by_half_as_much_again_keeps_its_share_of_the_push_however_long_it_is(tiny):
     policy, _, config = policy_of(tiny)
     batch = random_batch("grpo")
-    for s in batch.sequences:  # each token is half as likely as the sampler had it
-        s.sampler_logps = humanline.log_probs(policy, [s])[0][0].detach()[-len(s.completion) :] + math.log(2)
+    for s in batch.sequences:
+        s.sampler_logps = humanline.log_probs(policy, [s])[0][0].detach()[-len(s.completion) :] / 1.5
     found = {stale: gradient(policy, batch, dataclasses.replace(config, stale=stale))
-             for stale in ("keep", "drop", "taper", "taper-token")}
+             for stale in ("keep", "drop", "taper")}
     pushed_down = found["keep"] - found["drop"]
-    left = {stale: float((found[stale] - found["drop"]) @ pushed_down / pushed_down.square().sum())
-            for stale in ("taper", "taper-token")}
-    assert left["taper-token"] == pytest.approx(0.5, abs=1e-3) and left["taper"] < 0.3
+    assert pushed_down.abs().max() > 0 and len({len(s.completion) for s in batch.sequences if not s.is_chosen}) > 1
+    torch.testing.assert_close(found["taper"] - found["drop"], math.exp(-0.5) * pushed_down, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
