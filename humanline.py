@@ -382,14 +382,14 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return means * mask
 
 def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, is_worse: Tensor) -> Tensor:
-    """exp(-rise / before) of each worse completion, 1 of each other. before: its surprisal to the sampler, -Σ_t log μ, at
-    least 1 nat; rise: by how much more it surprises the policy, Σ_t log μ - Σ_t log π_θ, at least 0.
+    """max(0, 1 - rise / before) for each worse completion, 1 for the others. before: its surprisal under the sampler μ,
+    -Σ_t log μ, at least 1 nat; rise: how far the policy's surprisal exceeds that, Σ_t (log μ - log π_θ), at least 0.
 
-    It scales the gradient of the log-ratio, upstream of any loss: what the policy says as often as the sampler did is
-    pushed down with full weight, and what surprises it twice as much is left nearly alone, as online, where it would
-    hardly be drawn. A completion that the sampler was sure of has min(1, π_θ / μ) (Le Roux et al. 2025, TOPR). For one
-    of many tokens that ratio is soon 0, though the policy says the same in other words. So the rise is counted in
-    its own surprisal, and not by tokens: right ones around a wrong one, which surprise nobody, do not hide it.
+    It scales the gradient of the log-ratio before any loss sees it. A completion as likely as under the sampler is
+    pushed down with full weight; one that surprises the policy twice as much is let go, as online it would hardly be
+    sampled. Min(1, π_θ / μ), the weight of TOPR (Le Roux et al. 2025), lets go of a long completion at once, though the
+    policy still says much the same in other words. So the rise is relative to the completion's own surprisal. A mean
+    over tokens would not do: many easy tokens would hide a wrong one.
 
     Args:
         log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions; no gradient flows into it.
@@ -398,9 +398,10 @@ def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, is_wor
     Returns:
         (N, 1) weights from 0 to 1.
     """
-    rise = (-log_ratio_to_sampler.detach().sum(-1, keepdim=True)).clamp(min=0)
-    before = (-sampler_logps.sum(-1, keepdim=True)).clamp(min=1)
-    return torch.where(is_worse[:, None], (-rise / before).exp(), torch.ones_like(rise))
+    rise = -log_ratio_to_sampler.detach().sum(-1, keepdim=True)
+    before = -sampler_logps.sum(-1, keepdim=True)
+    weight = (1 - rise / before.clamp(min=1)).clamp(0, 1)
+    return torch.where(is_worse[:, None], weight, torch.ones_like(weight))
 
 def token_kl(log_ratio: Tensor) -> Tensor:
     """exp(-d) + d - 1 >= 0, whose mean over the policy's samples is KL(π_θ || π_ref), in nats (Schulman 2020, "k3")."""

@@ -13,25 +13,27 @@ from humanline import LOSSES, Batch, Config, Group, Sequence, group_advantages, 
 from test_training import gradient, policy_of
 
 
-def test_the_weight_falls_with_the_rise_in_surprisal_counted_in_the_samplers_own_and_for_the_worse_alone():
-    d, mu = torch.zeros(6, 40), torch.zeros(6, 40)
-    mu[0, 3], d[0, 3] = -2.0, -2.0  # surprised the sampler by 2 nats, and the policy by 4: twice as much
-    mu[1], d[1] = -2.0, -2.0  # the same of each of many tokens
-    mu[2, 3], d[2, 3] = -0.1, -3.0  # the sampler was sure of it: min(1, π_θ / μ)
+def test_the_weight_falls_to_0_as_the_surprisal_doubles_and_for_the_worse_alone():
+    d, mu = torch.zeros(7, 40), torch.zeros(7, 40)
+    mu[0, 3], d[0, 3] = -2.0, -0.5  # surprised the sampler by 2 nats, and the policy by 2.5
+    mu[1], d[1] = -2.0, -0.5  # the same of each of many tokens
+    mu[2, 3], d[2, 3] = -0.1, -0.4  # the sampler was nearly sure of it: what counts is the ratio's logarithm
     mu[3], d[3] = -0.5, 0.4  # the policy says it more often
-    d[4], mu[4] = -1000.0, -1.0
-    worse = torch.tensor([True, True, True, True, True, False])
+    mu[4], d[4] = -1.0, -1.0  # twice as much
+    mu[5], d[5] = -1.0, -1000.0
+    mu[6], d[6] = -1.0, -1000.0
+    worse = torch.tensor([True, True, True, True, True, True, False])
     weights = staleness_weight(d, mu, worse)
-    assert weights[:, 0].tolist() == pytest.approx([math.exp(-1), math.exp(-1), math.exp(-3), 1.0, 0.0, 1.0])
-    assert torch.equal(staleness_weight(d, mu, ~worse)[:5], torch.ones(5, 1))
+    assert weights[:, 0].tolist() == pytest.approx([0.75, 0.75, 0.6, 1.0, 0.0, 0.0, 1.0])
+    assert torch.equal(staleness_weight(d, mu, ~worse)[:6], torch.ones(6, 1))
     assert not staleness_weight(d.requires_grad_(), mu, worse).requires_grad
 
 
 def test_right_tokens_around_a_wrong_one_do_not_hide_it():
-    wrong_alone, worse = torch.tensor([[-1.5], [-3.0]]), torch.tensor([True])
+    wrong_alone, worse = torch.tensor([[-1.5], [-1.2]]), torch.tensor([True])
     among_right = torch.cat([wrong_alone, torch.zeros(2, 30)], 1)
     weights = [staleness_weight(d[None], mu[None], worse) for mu, d in (wrong_alone, among_right)]
-    assert torch.equal(*weights) and float(weights[0]) == pytest.approx(math.exp(-2))
+    assert torch.equal(*weights) and float(weights[0]) == pytest.approx(0.2)
 
 
 def test_a_completion_that_surprises_by_half_as_much_again_keeps_its_share_of_the_push_however_long_it_is(tiny):
@@ -43,7 +45,7 @@ def test_a_completion_that_surprises_by_half_as_much_again_keeps_its_share_of_th
              for stale in ("keep", "drop", "taper")}
     pushed_down = found["keep"] - found["drop"]
     assert pushed_down.abs().max() > 0 and len({len(s.completion) for s in batch.sequences if not s.is_chosen}) > 1
-    torch.testing.assert_close(found["taper"] - found["drop"], math.exp(-0.5) * pushed_down, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(found["taper"] - found["drop"], 0.5 * pushed_down, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
