@@ -17,8 +17,8 @@ On a model and data of your own (rows as in the README), on one GPU and on eight
 A *humanline variant* of a loss adds two things and changes nothing else: the reference is set to the policy every k
 steps (**syncing**), and the token log-ratio is clipped before the loss sees it (**perception**).
 
-The order: configuration, perception, objectives, the loop. Who stops there knows the method. Then what the loop calls,
-as it calls it: the run, models, data, rollouts, rewards, the reference, log-probs, ranks, checkpoints; last the command
+The order: configuration, perception, objectives, the loop; that is the whole method. Then what the loop calls, in that
+order: the run, models, data, rollouts, rewards, the reference, log-probs, ranks, checkpoints; last the command
 line and the embedded demo. Three policies have three names: the **old policy** drew the present rollouts; the
 **reference** is what the log-ratio is taken to; the **sampler** is whatever produced a completion, the old policy or an
 unknown one.
@@ -69,7 +69,7 @@ from torch.nn import Module
 from tqdm import tqdm
 
 # ---------- Configuration ---------------------------------------------------------------------------------------------
-# Each field is a flag. What stands behind or under it is its help.
+# Each field is a flag; the text after or below it is its help.
 
 @dataclass
 class Config:
@@ -79,12 +79,12 @@ class Config:
     model: str = "embedded"  # A Hugging Face name or folder; embedded: a tiny one, built on first use and cached.
     data: tuple[str, ...] = ("embedded",)
     """Rows to train on: sources NAME[:[CONFIG:]SPLIT][=PASSES]. NAME: a .jsonl, .json, .csv or .parquet file, a hub
-    name, or `embedded` or `embedded:worse`, samples of the tiny model or of a worse one. PASSES (1): how often its rows
-    come in one pass."""
+    name, or `embedded` or `embedded:worse`, samples of the tiny model or of a worse one. PASSES: how often each row
+    comes per epoch (1)."""
     limit: int | None = None  # Read only this many rows of each source.
     eval_data: str | None = None  # Held-out rows, for --eval-every. Default: `embedded:test` with the embedded data.
     reward: tuple[str, ...] = ("exact",)
-    """What rewards a completion: one or more of NAME[=WEIGHT], whose weighted sum it is. `exact`: 1 if it equals the
+    """A completion's reward: the weighted sum of one or more NAME[=WEIGHT]. `exact`: 1 if it equals the
     row's `answer`; `math`: 1 if its final answer equals that, or the \\boxed{} of the row's `solution`; `model:NAME`:
     the output of a sequence classifier; `FILE.py:function`: your own function(prompts, completions, rows) -> list of
     floats, where prompts are lists of messages, rows dicts."""
@@ -101,8 +101,8 @@ class Config:
     checkpoint_activations: bool = False  # Recompute activations in the backward pass: slower, far less memory.
     trust_remote_code: bool = False  # Allow code that comes with a model or tokenizer to run.
     lora: int = 0
-    """Train adapters of this rank, 16 say, and leave the model's weights as they are, in bf16 but for --dtype float32
-    (LoRA; pip install peft). 0: train the weights. A --model that is a peft folder is trained on, or with 0 merged."""
+    """Train LoRA adapters of this rank, such as 16; the base is frozen, in bf16 unless --dtype float32 (pip install
+    peft). 0: train all weights. If --model is a peft folder, its adapters are trained further, or with 0 merged."""
     lora_alpha: int = 32  # What the adapters add is scaled by this number divided by their rank.
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Names of the layers that get an adapter, such as `q_proj v_proj`. all-linear: all but the output head."""
@@ -124,25 +124,24 @@ class Config:
     beta_p: float = 1.0  # See --gamma-p.
     beta_r: float = 1.0  # See --gamma-r.
 
-    # What keeps a run from falling apart on data that others drew, or that it drew long ago. Not in the paper.
+    # Against collapse on off-policy data: from other models, or old rollouts. Not in the paper.
     stale: Literal["taper", "keep", "drop"] | None = None
-    """taper: push a completion down only as far as the policy still says it: a worse completion's gradient fades as the
-    completion surprises the policy more than it did the sampler. keep: without this; then each sync makes room to push
-    it further down, without end. drop: never push one down. Default: with the embedded model and humanline taper, else
-    keep."""
+    """For worse completions (rejected, undesirable, negative advantage). taper: their gradient fades as their log-prob
+    falls below the sampler's (if unknown, the initial policy's). keep: full gradient; each sync lets it push them down
+    further, without limit. drop: no gradient. Default: taper with the embedded model and humanline, else keep."""
     prior: float | None = None
-    """Judge each group as if it held this many rollouts more, with the mean reward of all. So a group that is all right
-    still says that it is, where it would be forgotten for what other groups teach. Default: with the embedded model and
-    humanline 1, else 0."""
+    """Count this many extra rollouts in each group, with the mean reward of all groups. So a group with only correct
+    answers still has a gradient that keeps them, against what other groups teach. Default: 1 with the embedded model
+    and humanline, else 0."""
 
     on_collapse: Literal["warn", "stop", "restore"] = "warn"
-    """When the log-prob of the wanted completions says that the run is coming apart: warn; stop, and write the final
-    model as it is; or restore, the same with the weights of about the time when that log-prob was best."""
+    """If the preferred completions' log-prob falls so far that the run is collapsing: warn; stop, and save the current
+    weights as final; or restore: stop, and save those from about when that log-prob was highest."""
 
     # The objectives' own knobs.
     beta: float = 0.1  # DPO and KTO: how strongly the policy is held to the reference.
     desirable_weight: float | None = None
-    """KTO: weight of desirable examples. Default: such that both kinds count the same, in the data or the rollouts."""
+    """KTO: weight of desirable examples. Default: makes both kinds' total weights equal, in the data or rollouts."""
     undesirable_weight: float = 1.0  # KTO: weight of undesirable examples.
     epsilon: float = 0.2  # GRPO: the ratio is clipped to [1 - epsilon, 1 + epsilon].
     epsilon_high: float | None = None  # GRPO: the upper end is 1 + epsilon_high instead (DAPO takes 0.28).
@@ -170,8 +169,8 @@ class Config:
     sampler_devices: str | None = None  # Its GPUs, such as 6,7. Default: all that this process may see.
     sampler_seconds: float = 3600.0  # Its time limit, from a request for completions to the answer.
     draw_ahead: bool = False
-    """With such a sampler: have the next completions drawn while these are trained on, by the weights that drew these;
-    so all but the first are one drawing older. A checkpoint waits for those that are being drawn."""
+    """With such a sampler: generate the next completions while training on these, from the weights before that
+    training; so all but the first are --sample-every steps older. A checkpoint waits until they are done."""
 
     # The loop.
     steps: int | None = None  # Optimizer steps. Default: 256 with the embedded model, else one pass over the data.
@@ -193,9 +192,9 @@ class Config:
     share_prompts: bool = True
     """Compute the prompt of neighbouring completions once, where the model allows it and it pays. Changes no result."""
     ref: Literal["auto", "lookahead", "copy"] = "auto"
-    """How the reference is kept. lookahead: at each sync the policy computes the log-probs of the batches up to the
-    next one; copy: a second model, with --lora second adapters. Both give the same numbers; auto takes lookahead where
-    it costs nothing."""
+    """Source of reference log-probs. lookahead: at each sync the policy computes them for all batches up to the next
+    sync; copy: a second model, with --lora second adapters. Both give the same numbers; auto: lookahead where it
+    costs nothing."""
     compile: bool = dataclasses.field(default_factory=torch.cuda.is_available)  # torch.compile. Default: on a GPU.
     shard: bool = False
     """Several ranks: shard weights, gradients and optimizer state over them (FSDP2). While `generate` draws, each rank
@@ -469,8 +468,8 @@ def group_with_advantages(group: Group, config: Config, mean_reward: float) -> l
     return [sequences_of(group, config, advantage=advantages, is_chosen=[advantage > 0 for advantage in advantages])]
 
 def best_against_worst(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
-    """DPO: the best and the worst completion are a pair. Without a difference there is none, or with --prior the first
-    one against an empty completion, of which the mean reward is expected."""
+    """DPO: the best and the worst completion are a pair. If all rewards are equal: none, or with --prior the
+    first one against an empty completion, which counts as having the mean reward."""
     rewards, sequences = group.rewards, sequences_of(group, config)
     best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
     chosen, rejected = sequences[best], sequences[worst]
@@ -483,8 +482,8 @@ def best_against_worst(group: Group, config: Config, mean_reward: float) -> list
     return [[chosen, rejected]]
 
 def above_and_below_mean(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
-    """KTO: each completion is an example; desirable are those above the group's mean, or labelled so. A group without a
-    difference gives none, but for --prior, which takes the mean reward of all into that mean."""
+    """KTO: each completion is an example; desirable are those above the group's mean, or labelled so. A group with
+    equal rewards gives none, except with --prior, which adds the mean of all groups to that mean."""
     rewards, prior = torch.tensor(group.rewards, dtype=torch.float64), config.prior or 0.0
     mean_of_both = float((rewards.sum() + prior * mean_reward) / (len(rewards) + prior))
     threshold = 0.5 if group.labelled else mean_of_both
@@ -495,7 +494,7 @@ def above_and_below_mean(group: Group, config: Config, mean_reward: float) -> li
 
 def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
     """λ_D and λ_U. By default λ_D n_D = λ_U n_U (Ethayarajh et al. 2024, section 4.2): a loss that pushes down more
-    than it pushes up ends with a model that says nothing likely."""
+    than it pushes up ends in a model that finds no text likely."""
     desirable = sum(sequence.is_chosen for sequence in sequences)
     undesirable = len(sequences) - desirable
     balanced = config.undesirable_weight * undesirable / max(1, desirable) or 1.0
@@ -565,7 +564,7 @@ def train(config: Config) -> "Run":
         for step in run.progress:
             step_started, sample_seconds, about_rollouts = time.perf_counter(), 0.0, {}
 
-            # Rollouts: the policy, their old policy from now on, completes the prompts of the next steps; rewards.
+            # Rollouts for the next steps, with rewards. The policy as it is now is their old policy.
             if config.sample_every and step > run.batches.rollouts_until:
                 prompts = run.batches.next_prompts(step)
                 ahead = run.batches.next_prompts(step + config.sample_every) if config.draw_ahead else []
@@ -584,7 +583,7 @@ def train(config: Config) -> "Run":
             # Forward, perceive, loss, backward, a microbatch at a time: right below.
             report = forward_backward(policy, batch, config)
 
-            # Clip, sync, step, in this order: the reference is the policy of the previous step.
+            # Clip, sync, step, in this order: the sync takes the policy before its update.
             grad_norm = float(full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)))
             run.stop_unless_finite(batch, report["loss"], grad_norm)
             k, most_drift = config.sync_k, config.sync_drift
@@ -680,8 +679,8 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
 
 def log_ratios(policy: Module, sequences: list[Sequence], config: Config,
                note_entropy: Callable[[Tensor], None] | None = None) -> tuple[Tensor, ...]:
-    """Four (N, T) tensors: the log-ratio that the loss perceives and the log-ratio d to the reference, which are the
-    same but for `takes_old_policy`, both 0 outside the completions; the mask; log π_θ."""
+    """Four (N, T) tensors: the log-ratio before perception; the log-ratio d to the reference, the same unless
+    `takes_old_policy` (both 0 outside the completions); the mask; log π_θ."""
     with mixed_precision(policy.device, config):
         logps, mask = log_probs(policy, sequences, logits_temperature(config), note_entropy)
 
@@ -694,8 +693,8 @@ def log_ratios(policy: Module, sequences: list[Sequence], config: Config,
     return to("old_logps") if takes_old_policy(config) else ref_log_ratio, ref_log_ratio, mask, logps
 
 def takes_old_policy(config: Config) -> bool:
-    """Whether the log-ratio is to the policy that drew, and only the KL to the reference: published GRPO online.
-    Humanline takes both to the synced reference; offline nobody knows who drew, and the reference stands in."""
+    """Whether the log-ratio is to the old policy and only the KL to the reference: standard GRPO online.
+    Humanline takes both to the synced reference; offline there is no old policy, and the reference replaces it."""
     return LOSSES[config.loss].has_old_policy and bool(config.sample_every) and not is_synced(config)
 
 def needs_sampler_logps(config: Config) -> bool:
@@ -709,7 +708,7 @@ def is_synced(config: Config) -> bool:
     return bool(config.sync_k or config.sync_drift)
 
 def logits_temperature(config: Config) -> float:
-    """T of softmax(logits / T), the distribution that drew the completions; 1 for those that the data has."""
+    """T of softmax(logits / T): the sampling temperature for rollouts, 1 for the data's completions."""
     return config.temperature if config.sample_every else 1.0
 
 def perceive(log_ratio: Tensor, sequences: list[Sequence], config: Config) -> tuple[Tensor, Tensor]:
@@ -735,14 +734,14 @@ def share_of_mean(losses: Tensor, mask: Tensor, batch: "Batch", config: Config) 
 def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, config: Config) -> dict[str, float]:
     """What the metrics say of a step, from sums over the global batch.
 
-    Means over the completion tokens that were computed, all but those of GRPO's groups without a difference: `drift`,
-    |log-ratio|; `kl`, to the reference; `logp`; `unclamped`, what perception let through; `clamped_low` and
-    `clamped_high`, what the clip stopped at either end; `clip_low` and `clip_high`, where GRPO's own clip takes the
-    gradient. `entropy`: nats per token, of the policy's whole distribution at every 8th of them; which ones depends on
-    how the batch is cut. `logp_wanted`: over the tokens of the chosen, desirable or better completions.
-    `reward_margin`: the mean β Σ d̃ of the chosen completions less that of the others. `no_difference`: the share of
-    the step's groups whose rewards are all the same. With --sampler: `lag`, the steps since the policy had the weights
-    that drew, and `sampler_gap`, |log π_θ - log μ|; where the lag is 0, that is what sampler and trainer disagree by.
+    Means over the completion tokens that were computed (GRPO skips those without gradient): `drift`, |log-ratio|; `kl`,
+    to the reference; `logp`, log π_θ. Fractions of these tokens: `unclamped`, kept by perception; `clamped_low` and
+    `clamped_high`, beyond the humanline clip's ends; `clip_low` and `clip_high`, stopped by GRPO's own clip. `entropy`:
+    of the next-token distribution, in nats, at every 8th token; which ones depends on the microbatches.
+    `logp_wanted`: `logp` of the chosen, desirable or positive-advantage completions. `reward_margin`: the mean β Σ d̃
+    of the chosen completions minus that of the others. `no_difference`: the fraction of the step's groups whose
+    rewards are all equal. With --sampler: `lag`, the optimizer steps since the sampler got its weights, and
+    `sampler_gap`, |log π_θ - log μ|, which at lag 0 is the mismatch of sampler and trainer.
     """
     loss, lengths = LOSSES[config.loss], [len(s.completion) for s in batch.sequences]
     report = dict(loss=sums["loss"], tokens=sum(lengths))
@@ -802,8 +801,8 @@ class Run:
     """All that the loop works with: config, out, rows, policy, sampler, batches, reference, optimizer, saver."""
 
     def __init__(self, config: Config, stack: contextlib.ExitStack):
-        """Claim the run's folder until `stack` closes, check, load, and resume. What the user can have got wrong is
-        found here, the cheapest first, before anything is written."""
+        """Lock the run's folder until `stack` closes, check, load, resume. User errors are found here, the cheapest
+        check first, before anything is written."""
         self.started, self.stopped_at, self.signal = time.perf_counter(), None, 0
         self.measured = "pass@1"
         go_offline_without_hub(config)
@@ -866,8 +865,8 @@ class Run:
                              unit="step", dynamic_ncols=True, **(dict(disable=True) if rank() else {}))
 
     def measure(self, step: int) -> dict[str, float]:
-        """On --eval-data, if there is any: `accuracy`, the mean reward of fresh samples, for rewards of 0 and 1 that is
-        pass@1; and `greedy`, that of the most likely completions, token by token."""
+        """On --eval-data, if there is any: `accuracy`, the mean reward of new samples, which is pass@1 if rewards are 0
+        or 1; and `greedy`, the mean reward of greedy completions."""
         config, values = self.config, {}
         temperature, top_p = config.eval_temperature or config.temperature, config.eval_top_p or config.top_p
         sampled = dict(temperature=temperature, top_p=top_p)
@@ -885,8 +884,8 @@ class Run:
 
     def keep_rollouts(self, name: str, rollouts: list[Group], rows: list["Row"], step: int,
                       seconds: float = math.inf) -> dict[str, float]:
-        """Append rollouts to one of the run's files, a line per completion that --data reads back; show the best and
-        the worst of a prompt, at most every ten seconds; what the metrics say of rollouts drawn in `seconds`."""
+        """Append rollouts to a file of the run, one line per completion, which --data can read; print a prompt's best
+        and worst one, at most every ten seconds; return their metrics. seconds: how long sampling took."""
         sampler, lines = self.sampler, []
         names = [reward.short_name for reward in sampler.rewards]
         for number, group in enumerate(rollouts):
@@ -964,18 +963,18 @@ class Run:
         warn(f"--on-collapse {self.config.on_collapse}: the run ends, and its model is that of step {self.ended}")
 
 class Collapse:
-    """Whether a run is coming apart, told from the log-prob of the completions that the loss wants likelier.
+    """Detects collapse from the log-prob of the preferred completions: chosen, desirable or positive advantage.
 
-    While a run learns, their surprisal, the mean -log π_θ per token, falls. Once it has come, over 16 steps, to 4 times
-    its least, and to 0.03 nats per token above that, the policy is losing what it was taught with what it is taught
-    against, and its rewards go next: `python eval.py reproduce --only syncing` counts how often that is right.
+    While a run learns, their mean -log π_θ per token falls. Once its mean over 16 steps rises to 4 times its minimum,
+    and at least 0.03 nats above it, the policy unlearns preferred completions along with the others, and its rewards
+    fall next: `python eval.py reproduce --only syncing` counts how often that is right.
     """
 
     def __init__(self):
         self.recent, self.best, self.is_best, self.warned = deque(maxlen=16), -math.inf, False, False
 
     def __call__(self, logp_wanted: float | None) -> str:
-        """The warning that this step gives reason for, once in a run, or "". logp_wanted: nats per token."""
+        """The warning, if this step calls for it, once per run; else "". logp_wanted: nats per token."""
         if logp_wanted is not None:
             self.recent.append(logp_wanted)
         if self.warned or len(self.recent) < 16:
@@ -2246,12 +2245,11 @@ class Reference:
     The reference is, with humanline, the policy as of the last sync; as published, the initial policy, or for DPO and
     KTO online the old policy (the authors' rounds). The old policy drew the rollouts; see `takes_old_policy`.
 
-    **copy** keeps a second model, which computes each batch's log-probs when its turn comes; with --lora it is second
-    adapters, put aside, which the policy borrows. **lookahead** keeps none:
-    at a sync π_ref *is* the policy, so one pass of the policy over the batches up to the next sync yields every
-    reference log-prob needed until then. Where that stretch reaches beyond the rollouts, the weights are put aside (not
-    a model: no activations, and on a GPU they lie in host memory) and the policy borrows them right after the next
-    ones. With --lora the weights are the adapters alone.
+    **copy** keeps a second model, which computes each batch's log-probs just before its step; with --lora only second
+    adapters, which the policy swaps in. **lookahead** keeps no second model: at a sync π_ref equals the policy, so one
+    forward pass of the policy over the batches up to the next sync gives all reference log-probs needed until then. If
+    the rollouts end before the next sync, the reference's weights (not a model; in host memory) are stored, and the
+    policy swaps them in after the next rollouts. With --lora these weights are the adapters alone.
     """
 
     def __init__(self, policy: Module, batches: Batches, config: Config):
@@ -2304,8 +2302,8 @@ class Reference:
             attach_logps(name, self.policy, batch, self.config)
 
     def after_rollouts(self, step: int) -> None:
-        """Batches from `step` on were just drawn: the log-probs of the old policy, which is the policy as it is, and of
-        the reference as far as the present one serves. Of rollouts for one step the policy is the old one, and d 0."""
+        """Batches from `step` on have new rollouts: compute their log-probs under the old policy (the policy as it is
+        now) and the reference, up to its next sync. With rollouts for one step the old policy is the policy; d = 0."""
         until = self.batches.rollouts_until
         if self.apart:
             if until > step:
