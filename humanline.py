@@ -175,7 +175,8 @@ class Config:
     # The loop.
     steps: int | None = None  # Optimizer steps. Default: 256 with the embedded model, else one pass over the data.
     batch_size: int | None = None
-    """Per step: prompts with their groups (GRPO), pairs (DPO) or examples (KTO). Default: 32; KTO 64, embedded 256."""
+    """Per step: prompts with their groups (GRPO), pairs (DPO) or examples (KTO), of all ranks together. Default: 32; KTO 64,
+    with the embedded model 256."""
     lr: float | None = None
     """AdamW's, after warmup. Default: 1e-6, or with the embedded model 8e-4 (KTO 4e-4); with --lora ten times that
     (Schulman et al. 2025, LoRA Without Regret)."""
@@ -217,7 +218,7 @@ class Config:
     rollouts: bool = True
     """Write each completion that is drawn into rollouts.jsonl, or eval_rollouts.jsonl if held out: some 25 bytes per
     token, and the prompt. --data reads the file back, with the tokens as they were sampled."""
-    track: Literal["tensorboard", "wandb"] | None = None  # Send the metrics there, too. Both need tensorboard.
+    track: Literal["tensorboard", "wandb"] | None = None  # Send the metrics there, too; pip install it.
     config: str | None = None  # A .toml file of these settings; flags override it.
     plan: bool = False  # Do not train, but say how much memory that would take; the weights are not loaded.
     untyped: tyro.conf.Suppress[tuple[str, ...]] = dataclasses.field(default=(), compare=False)
@@ -521,8 +522,8 @@ def grpo_clipped(x: LossInputs, config: Config) -> tuple[Tensor, Tensor]:
 class Loss:
     """All that the program knows of a loss. Another one is another entry of LOSSES, and nothing else.
 
-    compute(inputs, config) returns (N, T) token losses, which --average turns into a mean, or one loss for each unit;
-    either way the mean is over the global batch.
+    compute(inputs, config) returns (N, T) token losses, which --average turns into a mean, or one loss for each pair or
+    example; either way the mean is over the global batch.
     """
 
     compute: Callable[[LossInputs, Config], Tensor]
@@ -856,7 +857,7 @@ class Run:
             of_line = {name: line[name] for name in ("accuracy", "greedy") if name in line}
             before = {name: line[f"{name}_before"] for name in ("accuracy", "greedy") if f"{name}_before" in line}
             self.before, self.latest = self.before or before, of_line or self.latest or before
-        self.collapse, self.health, self.shown_at = Collapse(), Health(), -math.inf
+        self.collapse, self.health, self.shown_at = Collapse(), Health(bool(config.prior)), -math.inf
         self.kept, self.ended = None, config.steps  # weights of before a collapse; the step whose weights are final
         for line in earlier:
             self.collapse(line.get("logp_wanted"))
@@ -991,12 +992,14 @@ class Collapse:
 class Health:
     """Whether there is something to learn from, told from what a step reports; each warning comes once in a run."""
 
-    def __init__(self):
+    def __init__(self, has_prior: bool = False):
         self.warned, self.equal_steps, self.first_entropy = set(), 0, 0.0
+        self.has_prior = has_prior  # with it a group whose rewards are all equal teaches something, too
 
     def __call__(self, line: dict) -> list[str]:
         """The warnings that a line of the metrics gives reason for."""
-        self.equal_steps = self.equal_steps + 1 if line.get("no_difference", 0) > 0.8 else 0
+        no_difference = 0 if self.has_prior else line.get("no_difference", 0)
+        self.equal_steps = self.equal_steps + 1 if no_difference > 0.8 else 0
         entropy = line.get("entropy", math.inf)
         self.first_entropy = self.first_entropy or line.get("entropy", 0.0)
         reasons = {
@@ -1011,7 +1014,7 @@ class Health:
                 line.get("lag") == 0 and line["sampler_gap"] > 0.05,
             "every completion that was drawn has the same reward; look at rollouts.jsonl and at --reward":
                 line.get("reward_std") == 0,
-            "no group of this batch has a difference, so that nothing was learned": line.get("no_difference") == 1}
+            "no group of this batch has a difference, so that nothing was learned": no_difference == 1}
         found = [text for text, is_so in reasons.items() if is_so and text not in self.warned]
         self.warned |= set(found)
         return found
@@ -1614,7 +1617,7 @@ class Batch:
     step: int
     sequences: list[Sequence]
     mismatched: list[Sequence]  # KTO: prompts with another prompt's completion, for z₀
-    reward: float | None  # mean reward of all completions behind the batch, where they have rewards
+    reward: float  # mean reward of all completions behind the batch
     no_difference: float | None = None  # share of the groups behind it whose rewards are all the same
 
 class Batches:
@@ -3126,13 +3129,14 @@ def to_toml(config: Config) -> str:
 
 def in_words(config: Config) -> dict[str, str]:
     """What the run is, for people."""
-    anchor = "the reference is the old policy, which drew the rollouts"
+    drew = "as it is when rollouts come" if config.draw_ahead else "which drew the rollouts"
+    anchor = f"the reference is the old policy, {drew}"
     if config.sync_k:
         anchor = f"the reference is synced every {config.sync_k} steps"
     elif config.sync_drift:
         anchor = f"the reference is synced when the drift passes {config.sync_drift}"
     elif takes_old_policy(config):
-        anchor = "the ratio is to the old policy, which drew the rollouts"
+        anchor = f"the ratio is to the old policy, {drew}"
         anchor += ", the KL to the initial policy" if config.kl_beta else ""
     elif not config.sample_every:
         anchor = "the reference is the initial policy"
