@@ -2287,16 +2287,12 @@ class Reference:
         self.until = self.config.steps if self.syncs else known_until
         if self.config.sync_k:
             self.until = min(self.until, step - step % self.config.sync_k + self.config.sync_k)
-        self.look_ahead(step)
-        self.weights = None
-        if known_until < self.until:
-            self.put_weights_aside()
-
-    def look_ahead(self, step: int) -> None:
-        """The log-probs of the known batches after `step` that the present reference serves, by the policy as it is."""
         if not self.config.sample_every:
             self.batches.make_offline(self.until)
         self.attach_to_pending("ref_logps", step + 1, self.until)
+        self.weights = None
+        if known_until < self.until:
+            self.put_weights_aside()
 
     def attach_to_pending(self, name: str, first: int, last: int) -> None:
         """The log-probs of the pending batches from step `first` to `last`, by the policy as it is."""
@@ -2308,19 +2304,14 @@ class Reference:
         """Batches from `step` on have new rollouts: compute their log-probs under the old policy (the policy as it is
         now) and the reference, up to its next sync. With rollouts for one step the old policy is the policy; d = 0."""
         until = self.batches.rollouts_until
-        if self.apart:
-            if until > step:
-                self.attach_to_pending("old_logps", step, until)
-            if self.weights is not None and not self.copies:
-                with self.borrowed_weights():
-                    self.attach_to_pending("ref_logps", step, until)
-        elif not self.syncs:
-            if self.copies or until > step:
-                self.sync(step - 1)
-        elif self.weights is not None and not self.copies:
+        if self.apart and until > step:
+            self.attach_to_pending("old_logps", step, until)
+        if not self.apart and not self.syncs and (self.copies or until > step):
+            self.sync(step - 1)
+        if self.weights is not None and not self.copies:
             with self.borrowed_weights():
-                self.look_ahead(step - 1)
-            if until >= self.until:
+                self.attach_to_pending("ref_logps", step, until if self.apart else self.until)
+            if self.syncs and until >= self.until:
                 self.weights = None
 
     def attach_to_batch(self, batch: Batch) -> None:
