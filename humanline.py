@@ -1729,7 +1729,6 @@ class Sampler:
         self.pad = self.stops[0]  # padding is masked: any token that the model knows will do
         self.rewards: list[Reward] = []
         self.external: ExternalSampler | None = None  # draws instead of the policy's `generate`
-        self.has_drawn = False
         if config.sample_every or config.eval_data is not None:  # a reward may be a large model
             self.rewards = [Reward(spec, config, policy.device) for spec in config.reward]
 
@@ -1776,12 +1775,9 @@ class Sampler:
             for number in drawn:
                 results |= zip(calls[number], zip(drawn[number], rewards[number].result()))
         results = {i: result for part in gather_from_ranks(results) for i, result in part.items()}
-        if not self.has_drawn:  # a reward with a mistake in it fails on everything, from the start
-            for reward in self.rewards:
-                worked = gather_from_ranks(reward.worked)
-                require(any(worked), f"--reward {reward.name} failed on every sample of the first rollouts: "
-                        f"{reward.failure!r:.200}")
-            self.has_drawn = True
+        for reward in self.rewards:  # one with a mistake in it fails on everything, from the start
+            require(any(gather_from_ranks(reward.worked)), f"--reward {reward.name} failed on every sample of the "
+                    f"first rollouts: {reward.failure!r:.200}")
         rollouts = []
         for number, group in enumerate(prompts):
             samples, parts = zip(*(results[i] for i in range(number * size, (number + 1) * size)))
