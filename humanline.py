@@ -2856,12 +2856,9 @@ def snapshot(batch: Batch) -> dict:
 
 def restore_batch(saved: dict) -> Batch:
     """A batch from its JSON."""
+    tensor = lambda name, value: torch.tensor(value) if name.endswith("_logps") and value is not None else value
     for kind in ("sequences", "mismatched"):
-        saved[kind] = [Sequence(**fields) for fields in saved[kind]]
-        for sequence in saved[kind]:
-            for name in ("ref_logps", "old_logps", "sampler_logps"):
-                logps = getattr(sequence, name)
-                setattr(sequence, name, None if logps is None else torch.tensor(logps))
+        saved[kind] = [Sequence(**{name: tensor(name, value) for name, value in s.items()}) for s in saved[kind]]
     return Batch(**saved)
 
 MODEL_CARD = """\
