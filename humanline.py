@@ -2435,10 +2435,9 @@ def forward_rows(sequences: list[Sequence]) -> list[list[Sequence]]:
     """What lies in each row of a forward pass: a sequence, and those behind it that share its prompt."""
     rows: list[list[Sequence]] = []
     for sequence in sequences:
-        if rows and sequence.shares_prompt:
-            rows[-1].append(sequence)
-        else:
-            rows.append([sequence])
+        if not rows or not sequence.shares_prompt:
+            rows.append([])
+        rows[-1].append(sequence)
     return rows
 
 def width(row: list[Sequence]) -> int:
@@ -2468,21 +2467,19 @@ def log_probs(model: Module, sequences: list[Sequence], temperature: float = 1.0
     that token and the completion, whose positions and attention are those of the prompt's only continuation.
     """
     sequences = sequences or [Sequence([0, 0], [])]
-    ids, labels, positions, segments = [], [], [], []  # of each row; segment 0 is the prompt, which all others see
+    rows = []  # ids, labels, positions and segments of each; segment 0 is the prompt, which all others see
     for row in forward_rows(sequences):
-        row_ids, row_labels, row_positions, row_segments = [], [], [], []
+        ids, labels, positions, segments = lists = [], [], [], []
         for segment, sequence in enumerate(row, 1):
             last = len(sequence.prompt) - 1
             start = 0 if segment == 1 else last  # behind a shared prompt only its last token comes again
             tokens = sequence.prompt + sequence.completion
-            row_ids += tokens[start:-1]
-            row_labels += [-100] * (last - start) + sequence.completion
-            row_positions += range(start, len(tokens) - 1)
-            row_segments += [0] * (last - start) + [segment] * len(sequence.completion)
-        ids.append(row_ids)
-        labels.append(row_labels)
-        positions.append(row_positions)
-        segments.append(row_segments)
+            ids += tokens[start:-1]
+            labels += [-100] * (last - start) + sequence.completion
+            positions += range(start, len(tokens) - 1)
+            segments += [0] * (last - start) + [segment] * len(sequence.completion)
+        rows.append(lists)
+    ids, labels, positions, segments = zip(*rows)
     on_device = lambda tensor: tensor.to(model.device, non_blocking=True)
     labels, layout, shared = padded(labels, -100), {}, len(ids) < len(sequences)
     mask = labels != -100
