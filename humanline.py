@@ -455,11 +455,9 @@ class LossInputs:
 
 def sequences_of(group: Group, config: Config, **fields: list) -> list[Sequence]:
     """A group's completions as sequences. fields: a list of values each, one for each completion."""
-    logps = [None] * len(group.completions)
     if group.logps and needs_sampler_logps(config):
-        logps = [torch.tensor(values) for values in group.logps]
-    return [Sequence(group.prompt, completion, group.row, sampler_logps=logps[i],
-                     **{name: values[i] for name, values in fields.items()})
+        fields["sampler_logps"] = [torch.tensor(values) for values in group.logps]
+    return [Sequence(group.prompt, completion, group.row, **{name: values[i] for name, values in fields.items()})
             for i, completion in enumerate(group.completions)]
 
 def group_with_advantages(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
@@ -497,11 +495,9 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
     """λ_D and λ_U. By default λ_D n_D = λ_U n_U (Ethayarajh et al. 2024, section 4.2): a loss that pushes down more
     than it pushes up ends in a model that finds no text likely."""
     desirable = sum(sequence.is_chosen for sequence in sequences)
-    undesirable = len(sequences) - desirable
-    balanced = config.undesirable_weight * undesirable / max(1, desirable) or 1.0
+    balanced = config.undesirable_weight * (len(sequences) - desirable) / max(1, desirable) or 1.0
     for sequence in sequences:
-        weight = config.desirable_weight or balanced
-        sequence.weight = weight if sequence.is_chosen else config.undesirable_weight
+        sequence.weight = (config.desirable_weight or balanced) if sequence.is_chosen else config.undesirable_weight
 
 def of_ratio(x: LossInputs, config: Config) -> Tensor:
     """The perceived log-ratio of each token, or as --ratio says of its sequence: (N, T)."""
