@@ -848,14 +848,13 @@ class Run:
             describe(config, self.policy, groups, self.reference, first)
             warn_of_oddities(config, self.rows, self.batches)
             self.track = tracker(config, self.out, first)
+        self.collapse, self.health, self.shown_at = Collapse(), Health(bool(config.prior)), -math.inf
+        self.kept, self.ended = None, config.steps  # weights of before a collapse; the step whose weights are final
         self.before, self.latest = None, {}  # what `measure` gave before the first step, and at last
         for line in earlier:
             of_line = {name: line[name] for name in ("accuracy", "greedy") if name in line}
             before = {name: line[f"{name}_before"] for name in ("accuracy", "greedy") if f"{name}_before" in line}
             self.before, self.latest = self.before or before, of_line or self.latest or before
-        self.collapse, self.health, self.shown_at = Collapse(), Health(bool(config.prior)), -math.inf
-        self.kept, self.ended = None, config.steps  # weights of before a collapse; the step whose weights are final
-        for line in earlier:
             self.collapse(line.get("logp_wanted"))
             self.health(line)
         self.progress = tqdm(range(first, config.steps + 1), desc=config.loss, initial=first - 1, total=config.steps,
@@ -866,11 +865,9 @@ class Run:
         or 1; and `greedy`, the mean reward of greedy completions."""
         config, values = self.config, {}
         temperature, top_p = config.eval_temperature or config.temperature, config.eval_top_p or config.top_p
-        sampled = dict(temperature=temperature, top_p=top_p)
-        greedy = dict(temperature=0.001, top_p=1.0)
-        ways = [("accuracy", config.eval_samples, sampled), ("greedy", 1, greedy)][: 2 if config.eval_greedy else 1]
-        for name, samples, settings in ways if self.eval_groups else []:
-            sampling = dataclasses.replace(config, **settings)
+        ways = [("accuracy", config.eval_samples, temperature, top_p), ("greedy", 1, 0.001, 1.0)]
+        for name, samples, temperature, top_p in ways[: 1 + config.eval_greedy] if self.eval_groups else []:
+            sampling = dataclasses.replace(config, temperature=temperature, top_p=top_p)
             rollouts = self.sampler.draw_rollouts(self.eval_groups, self.eval_rows, samples, 500_000 + step, sampling)
             if name == "accuracy":
                 self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step)
@@ -925,11 +922,10 @@ class Run:
         raise FloatingPointError(f"step {batch.step}: loss {loss}, gradient norm {grad_norm}; last good checkpoint: "
                                  f"{self.saver.newest or 'none (see --save-every)'}; the batch was {where}")
 
-    def log(self, report: dict) -> None:
+    def log(self, line: dict) -> None:
         """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of a collapse."""
-        if report["step"] == 1:
-            report |= {f"{name}_before": value for name, value in self.before.items()}
-        line = {name: value for name, value in report.items() if value is not None}
+        if line["step"] == 1:
+            line |= {f"{name}_before": value for name, value in self.before.items()}
         collapse = self.collapse(line.get("logp_wanted"))
         self.is_falling = bool(collapse)
         for warning in [collapse, *self.health(line)]:
