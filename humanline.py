@@ -111,7 +111,7 @@ class Config:
     # What makes it humanline: two parts, switched together or one by one.
     humanline: bool = True  # Sync every --sync-k steps, and clip. --no-humanline is the published loss.
     sync_k: int | None = None
-    """Set the reference to the policy every so many steps; 0: never. Default: 1 (embedded: GRPO 24, others 128)."""
+    """Set the reference to the policy every so many steps; 0: never. Default: 1 (embedded: 8)."""
     sync_drift: float | None = None
     """Instead of a fixed k, sync as soon as a step's drift (mean |log-ratio| per token, in nats) passes this."""
     sync_alpha: float = 1.0  # A soft sync moves the reference this fraction of the way. Below 1 it needs a copy.
@@ -534,8 +534,7 @@ class Loss:
     clipped: Callable[[LossInputs, Config], tuple[Tensor, Tensor]] | None = None  # where its own clip acts: low, high
 
 LOSSES = {
-    "grpo": Loss(grpo_of_inputs, group_with_advantages, "group", embedded_defaults=dict(sync_k=24),
-                 has_old_policy=True, clipped=grpo_clipped,
+    "grpo": Loss(grpo_of_inputs, group_with_advantages, "group", has_old_policy=True, clipped=grpo_clipped,
                  # sampling's M_P and M_R are of all tokens
                  is_idle=lambda s, config: not (s.advantage or config.kl_beta or config.perception == "sample")),
     "dpo": Loss(
@@ -2966,7 +2965,7 @@ def main(argv: list[str] | None = None) -> int:
 # What None stands for, where the entry of the loss says nothing else.
 DEFAULTS = dict(max_new_tokens=512, save_every=64, eval_every=0, batch_size=32, lr=1e-6, sync_k=1,
                 stale="keep", prior=0.0)
-EMBEDDED_DEFAULTS = dict(save_every=0, eval_every=64, batch_size=32, lr=8e-4, sync_k=128, steps=256,
+EMBEDDED_DEFAULTS = dict(save_every=0, eval_every=64, batch_size=32, lr=8e-4, sync_k=8, steps=256,
                          stale="taper", prior=1.0)
 
 def parse_config(argv: list[str]) -> Config:
