@@ -999,7 +999,7 @@ class Health:
             "for 8 steps more than 80 % of the groups had no difference in their rewards, and taught nothing; take "
             "easier or harder prompts, a larger --group-size, or a reward with more steps": self.equal_steps == 8,
             "the entropy has fallen below a tenth of its start, the policy says one thing only; try a lower --lr, a "
-            "--kl-beta, or fewer steps": entropy < self.first_entropy / 10,
+            "--kl-beta, or fewer steps": entropy < self.first_entropy / 10 and self.first_entropy > 0.2,  # nats
             "the sampler's log-probs are more than 0.05 nats per token from the policy's, of the same weights; compare "
             "the dtypes and versions of the two (a --top-p below 1 sets them apart, too)":
                 line.get("lag") == 0 and line["sampler_gap"] > 0.05,

@@ -196,6 +196,7 @@ def test_the_shares_of_clipped_tokens_and_the_lengths_equal_a_plain_count(tiny):
     ([dict(no_difference=0.9)] * 12, "80 %", 8),
     ([dict(no_difference=0.9)] * 7 + [dict(no_difference=0.5)] + [dict(no_difference=0.9)] * 7, "80 %", None),
     ([dict(entropy=2.0), dict(entropy=0.21), dict(), dict(entropy=0.19), dict(entropy=0.1)], "entropy", 4),
+    ([dict(entropy=0.06), dict(entropy=0.001)], "entropy", None),  # there was little to lose
     ([dict(reward_std=0.1), dict(), dict(reward_std=0.0)], "same reward", 3),
     ([dict(no_difference=0.0), dict(no_difference=1.0), dict(no_difference=1.0)], "nothing was learned", 2),
     ([dict()] * 20, "", None),
