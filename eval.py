@@ -2424,6 +2424,9 @@ def real(runs: Runs, losses: Iterable[str], tasks: Iterable[str]) -> tuple[list[
         flags = {name: real_flags(task, loss, switches, *tuned[name]) for name, (switches, _) in variants.items()}
         value = lambda name, what, step=last: runs(flags[name], f"{what} {step}")
         there = {name: [run for run in runs.each(flags[name]) if f"reward {last}" in run] for name in flags}
+        if not any(there.values()):
+            text.append(f"{loss.upper()}, {task}: no run is finished.")
+            continue
         rows = [[f"{loss.upper()}, {task}", "seeds", "lr, k", "reward", "greedy", "of the gap", "KL to the base, nats",
                  "online's reward there", "length", "distinct pairs", "seconds, drawing"]]
         base = [f"{mean_of(value('offline', what, 0)):.3f}" for what in ("reward", "greedy")]
