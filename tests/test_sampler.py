@@ -50,9 +50,9 @@ def slow(*request):
     time.sleep(0.3)
     return draw(*request)
 """
-LIKELIER = """
-def likelier(*request):
-    return [[(ids, [-0.01] * len(ids)) for ids, _ in group] for group in draw(*request)]
+UNLIKELY = """
+def unlikely(*request):
+    return [[(ids, [-99.0] * len(ids)) for ids, _ in group] for group in draw(*request)]
 """
 HANGS = """
 def hangs(*request):
@@ -152,10 +152,11 @@ def test_an_engine_with_the_same_weights_agrees_with_the_trainer_about_log_probs
 
 
 def test_a_taper_takes_the_samplers_own_log_probs(run, sampler):
-    flags = "--sample-every 2 --steps 2 --stale taper --sampler"
-    as_it_says = run(f"{flags} {sampler()}")
-    likelier = sampler("likelier", LIKELIER)
-    assert not same_weights(as_it_says, run(f"{flags} {likelier}"))
+    flags = "--sample-every 2 --steps 2 --sampler"
+    as_it_says = run(f"{flags} {sampler()} --stale taper")
+    unlikely = sampler("unlikely", UNLIKELY)  # the policy says it more often than that, so all weights are 1
+    tapered = run(f"{flags} {unlikely} --stale taper")
+    assert not same_weights(as_it_says, tapered) and same_weights(tapered, run(f"{flags} {unlikely} --stale keep"))
 
 
 def test_it_has_an_interpreter_and_devices_of_its_own(run, sampler, notes, tmp_path, monkeypatch):
