@@ -387,7 +387,7 @@ def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, is_wor
 
     It scales the gradient of the log-ratio before any loss sees it. A completion as likely as under the sampler is
     pushed down with full weight; one that surprises the policy twice as much is let go, as online it would hardly be
-    sampled. Min(1, π_θ / μ), the weight of TOPR (Le Roux et al. 2025), lets go of a long completion at once, though the
+    sampled. TOPR's weight, min(1, π_θ / μ) (Le Roux et al. 2025), lets go of a long completion at once, though the
     policy still says much the same in other words. So the rise is relative to the completion's own surprisal. A mean
     over tokens would not do: many easy tokens would hide a wrong one.
 
