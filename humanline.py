@@ -383,11 +383,12 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, is_worse: Tensor) -> Tensor:
     """max(0, 1 - rise / before) for each worse completion, 1 for the others. before: its surprisal under the sampler μ,
-    -Σ_t log μ, at least 1 nat; rise: how far the policy's surprisal exceeds that, Σ_t (log μ - log π_θ), at least 0.
+    Σ_t min(-log μ, 2), at least 1 nat; rise: how far the policy's surprisal exceeds μ's, Σ_t (log μ - log π_θ).
 
     It scales the gradient of the log-ratio before any loss sees it. A completion as likely as under the sampler is
     pushed down with full weight; one that surprises the policy twice as much is let go, as online it would hardly be
-    sampled. TOPR's weight, min(1, π_θ / μ) (Le Roux et al. 2025), lets go of a long completion at once, though the
+    sampled. A token counts as at most 2 nats: one that its sampler hardly ever says need not become rarer by as much
+    again. TOPR's weight, min(1, π_θ / μ) (Le Roux et al. 2025), lets go of a long completion at once, though the
     policy still says much the same in other words. So the rise is relative to the completion's own surprisal. A mean
     over tokens would not do: many easy tokens would hide a wrong one.
 
@@ -399,7 +400,7 @@ def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, is_wor
         (N, 1) weights from 0 to 1.
     """
     rise = -log_ratio_to_sampler.detach().sum(-1, keepdim=True)
-    before = -sampler_logps.sum(-1, keepdim=True)
+    before = -sampler_logps.clamp(min=-2).sum(-1, keepdim=True)
     weight = (1 - rise / before.clamp(min=1)).clamp(0, 1)
     return torch.where(is_worse[:, None], weight, torch.ones_like(weight))
 

@@ -14,18 +14,19 @@ from test_training import gradient, policy_of
 
 
 def test_the_weight_falls_to_0_as_the_surprisal_doubles_and_for_the_worse_alone():
-    d, mu = torch.zeros(7, 40), torch.zeros(7, 40)
+    d, mu = torch.zeros(8, 40), torch.zeros(8, 40)
     mu[0, 3], d[0, 3] = -2.0, -0.5  # surprised the sampler by 2 nats, and the policy by 2.5
     mu[1], d[1] = -2.0, -0.5  # the same of each of many tokens
     mu[2, 3], d[2, 3] = -0.1, -0.4  # the sampler was nearly sure of it: what counts is the ratio's logarithm
     mu[3], d[3] = -0.5, 0.4  # the policy says it more often
     mu[4], d[4] = -1.0, -1.0  # twice as much
     mu[5], d[5] = -1.0, -1000.0
-    mu[6], d[6] = -1.0, -1000.0
-    worse = torch.tensor([True, True, True, True, True, True, False])
+    mu[6, 3], d[6, 3] = -6.0, -0.5  # a token counts as at most 2 nats: the same rise from 6 nats is as much
+    mu[7], d[7] = -1.0, -1000.0
+    worse = torch.tensor([True] * 7 + [False])
     weights = staleness_weight(d, mu, worse)
-    assert weights[:, 0].tolist() == pytest.approx([0.75, 0.75, 0.6, 1.0, 0.0, 0.0, 1.0])
-    assert torch.equal(staleness_weight(d, mu, ~worse)[:6], torch.ones(6, 1))
+    assert weights[:, 0].tolist() == pytest.approx([0.75, 0.75, 0.6, 1.0, 0.0, 0.0, 0.75, 1.0])
+    assert torch.equal(staleness_weight(d, mu, ~worse)[:7], torch.ones(7, 1))
     assert not staleness_weight(d.requires_grad_(), mu, worse).requires_grad
 
 
@@ -36,11 +37,12 @@ def test_right_tokens_around_a_wrong_one_do_not_hide_it():
     assert torch.equal(*weights) and float(weights[0]) == pytest.approx(0.2)
 
 
-def test_a_completion_that_surprises_by_half_as_much_again_keeps_its_share_of_the_push_however_long_it_is(tiny):
+def test_a_completion_that_surprises_by_half_as_much_again_keeps_half_of_the_push_however_long_it_is(tiny):
     policy, _, config = policy_of(tiny)
     batch = random_batch("grpo")
     for s in batch.sequences:
-        s.sampler_logps = humanline.log_probs(policy, [s])[0][0].detach()[-len(s.completion) :] / 1.5
+        logps = humanline.log_probs(policy, [s])[0][0].detach()[-len(s.completion) :]
+        s.sampler_logps = torch.minimum(logps / 1.5, logps + 1)  # the policy adds half of what a token counts as
     found = {stale: gradient(policy, batch, dataclasses.replace(config, stale=stale))
              for stale in ("keep", "drop", "taper")}
     pushed_down = found["keep"] - found["drop"]
