@@ -175,8 +175,8 @@ class Config:
     # The loop.
     steps: int | None = None  # Optimizer steps. Default: 256 with the embedded model, else one pass over the data.
     batch_size: int | None = None
-    """Per step: prompts with their groups (GRPO), pairs (DPO) or examples (KTO), of all ranks together. Default: 32; KTO 64,
-    with the embedded model 256."""
+    """Per step: prompts with their groups (GRPO), pairs (DPO) or examples (KTO), of all ranks together. Default: 32;
+    KTO 64, with the embedded model 256."""
     lr: float | None = None
     """AdamW's, after warmup. Default: 1e-6, or with the embedded model 8e-4 (KTO 4e-4); with --lora ten times that
     (Schulman et al. 2025, LoRA Without Regret)."""
@@ -381,27 +381,31 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     means = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return means * mask
 
-def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, is_worse: Tensor) -> Tensor:
+def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: Tensor, is_worse: Tensor,
+                     mean_surprisal: float) -> Tensor:
     """max(0, 1 - rise / before) for each worse completion, 1 for the others. before: its surprisal under the sampler μ,
-    Σ_t min(-log μ, 2), at least 1 nat; rise: how far the policy's surprisal exceeds μ's, Σ_t (log μ - log π_θ).
+    -Σ_t log μ, or that of an average completion of its length if this is less, but at least 1 nat; rise: how far the
+    policy's surprisal exceeds μ's, Σ_t (log μ - log π_θ).
 
     It scales the gradient of the log-ratio before any loss sees it. A completion as likely as under the sampler is
     pushed down with full weight; one that surprises the policy twice as much is let go, as online it would hardly be
-    sampled. A token counts as at most 2 nats: one that its sampler hardly ever says need not become rarer by as much
-    again. TOPR's weight, min(1, π_θ / μ) (Le Roux et al. 2025), lets go of a long completion at once, though the
-    policy still says much the same in other words. So the rise is relative to the completion's own surprisal. A mean
-    over tokens would not do: many easy tokens would hide a wrong one.
+    sampled. TOPR's weight, min(1, π_θ / μ) (Le Roux et al. 2025), lets go of a long completion at once, though the
+    policy still says much the same in other words. So the unit is the entropy of what the sampler writes: 1 nat where
+    it is nearly sure, many where it writes freely. A mean over tokens would not do: many easy ones hide a wrong one.
 
     Args:
         log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions; no gradient flows into it.
         sampler_logps: (N, T) log μ, zero at masked positions.
+        mask: (N, T) booleans, True at completion tokens.
         is_worse: (N,) booleans: rejected, undesirable, or with a negative advantage.
+        mean_surprisal: of -log μ over all completion tokens of the batch, in nats: an estimate of μ's entropy.
     Returns:
         (N, 1) weights from 0 to 1.
     """
     rise = -log_ratio_to_sampler.detach().sum(-1, keepdim=True)
-    before = -sampler_logps.clamp(min=-2).sum(-1, keepdim=True)
-    weight = (1 - rise / before.clamp(min=1)).clamp(0, 1)
+    before = -sampler_logps.sum(-1, keepdim=True)
+    before = torch.minimum(before, mean_surprisal * mask.sum(-1, keepdim=True)).clamp(min=1)
+    weight = (1 - rise / before).clamp(0, 1)
     return torch.where(is_worse[:, None], weight, torch.ones_like(weight))
 
 def token_kl(log_ratio: Tensor) -> Tensor:
@@ -627,6 +631,8 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
     names = ("loss tokens unclamped clamped_low clamped_high clip_low clip_high drift kl logp logp_wanted wanted "
              "chosen rejected entropy entropy_tokens sampler_gap").split()
     trained = [sequence for sequence in batch.sequences if not loss.is_idle(sequence, config)]
+    if config.stale == "taper":  # over the whole batch, as all means are
+        mean_surprisal = -float(torch.cat([s.sampler_logps for s in trained]).mean()) if trained else 0.0
 
     def backward() -> Tensor:  # of this rank's share; where memory runs out, again in smaller microbatches
         policy.zero_grad()
@@ -640,7 +646,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             if needs_sampler_logps(config) and microbatch:
                 sampler_logps = pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
             if config.stale == "taper":
-                weight = staleness_weight(logps - sampler_logps, sampler_logps, ~chosen)
+                weight = staleness_weight(logps - sampler_logps, sampler_logps, mask, ~chosen, mean_surprisal)
                 log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
             if config.stale == "drop":
                 log_ratio = torch.where(chosen[:, None], log_ratio, log_ratio.detach())

@@ -14,27 +14,41 @@ from test_training import gradient, policy_of
 
 
 def test_the_weight_falls_to_0_as_the_surprisal_doubles_and_for_the_worse_alone():
-    d, mu = torch.zeros(8, 40), torch.zeros(8, 40)
+    d, mu = torch.zeros(7, 40), torch.zeros(7, 40)
     mu[0, 3], d[0, 3] = -2.0, -0.5  # surprised the sampler by 2 nats, and the policy by 2.5
     mu[1], d[1] = -2.0, -0.5  # the same of each of many tokens
     mu[2, 3], d[2, 3] = -0.1, -0.4  # the sampler was nearly sure of it: what counts is the ratio's logarithm
     mu[3], d[3] = -0.5, 0.4  # the policy says it more often
     mu[4], d[4] = -1.0, -1.0  # twice as much
     mu[5], d[5] = -1.0, -1000.0
-    mu[6, 3], d[6, 3] = -6.0, -0.5  # a token counts as at most 2 nats: the same rise from 6 nats is as much
-    mu[7], d[7] = -1.0, -1000.0
-    worse = torch.tensor([True] * 7 + [False])
-    weights = staleness_weight(d, mu, worse)
-    assert weights[:, 0].tolist() == pytest.approx([0.75, 0.75, 0.6, 1.0, 0.0, 0.0, 0.75, 1.0])
-    assert torch.equal(staleness_weight(d, mu, ~worse)[:7], torch.ones(7, 1))
-    assert not staleness_weight(d.requires_grad_(), mu, worse).requires_grad
+    mu[6], d[6] = -1.0, -1000.0
+    worse = torch.tensor([True] * 6 + [False])
+    weigh = lambda d, worse, mean_surprisal: staleness_weight(d, mu, mu <= 0, worse, mean_surprisal)
+    assert weigh(d, worse, 9.0)[:, 0].tolist() == pytest.approx([0.75, 0.75, 0.6, 1.0, 0.0, 0.0, 1.0])
+    assert torch.equal(weigh(d, ~worse, 9.0)[:6], torch.ones(6, 1))
+    assert not weigh(d.requires_grad_(), worse, 9.0).requires_grad
+    # Among completions that surprise less, by 1.2 nats at 40 tokens and so by 0.03 a token, no more counts.
+    assert weigh(d, worse, 0.03)[:, 0].tolist() == pytest.approx([1 - 0.5 / 1.2, 0.0, 0.6, 1.0, 0.0, 0.0, 1.0])
 
 
 def test_right_tokens_around_a_wrong_one_do_not_hide_it():
     wrong_alone, worse = torch.tensor([[-1.5], [-1.2]]), torch.tensor([True])
     among_right = torch.cat([wrong_alone, torch.zeros(2, 30)], 1)
-    weights = [staleness_weight(d[None], mu[None], worse) for mu, d in (wrong_alone, among_right)]
+    weights = [staleness_weight(d[None], mu[None], mu[None] <= 0, worse, 9.0) for mu, d in (wrong_alone, among_right)]
     assert torch.equal(*weights) and float(weights[0]) == pytest.approx(0.2)
+
+
+def test_the_taper_counts_over_the_whole_batch_so_that_microbatches_change_nothing(tiny):
+    policy, _, config = policy_of(tiny, stale="taper")
+    policy.double()
+    batch = random_batch("grpo")
+    for number, s in enumerate(batch.sequences):
+        s.sampler_logps = torch.full((len(s.completion),), -3.0 - number / 5, dtype=torch.double)
+    whole = gradient(policy, batch, config)
+    in_parts = gradient(policy, batch, dataclasses.replace(config, microbatch_tokens=16))
+    torch.testing.assert_close(in_parts, whole, rtol=1e-9, atol=1e-12)
+    untapered = gradient(policy, batch, dataclasses.replace(config, stale="keep"))
+    assert not torch.allclose(whole, untapered, rtol=1e-3)
 
 
 def test_a_completion_that_surprises_by_half_as_much_again_keeps_half_of_the_push_however_long_it_is(tiny):
@@ -42,7 +56,7 @@ def test_a_completion_that_surprises_by_half_as_much_again_keeps_half_of_the_pus
     batch = random_batch("grpo")
     for s in batch.sequences:
         logps = humanline.log_probs(policy, [s])[0][0].detach()[-len(s.completion) :]
-        s.sampler_logps = torch.minimum(logps / 1.5, logps + 1)  # the policy adds half of what a token counts as
+        s.sampler_logps = logps / 1.5 if not s.is_chosen else torch.full_like(logps, -1000)  # so the mean is no limit
     found = {stale: gradient(policy, batch, dataclasses.replace(config, stale=stale))
              for stale in ("keep", "drop", "taper")}
     pushed_down = found["keep"] - found["drop"]
