@@ -572,7 +572,8 @@ def train(config: Config) -> "Run":
                 rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step, ahead=ahead)
                 run.batches.add_rollouts(rollouts)
                 sample_seconds = time.perf_counter() - step_started
-                about_rollouts = run.keep_rollouts("rollouts.jsonl", rollouts, run.rows, step, sample_seconds)
+                about_rollouts = run.keep_rollouts("rollouts.jsonl", rollouts, run.rows, step, config.temperature,
+                                                   sample_seconds)
                 reference.after_rollouts(step)
 
             # The batch, with its reference log-probs. The first reference is the initial policy.
@@ -876,13 +877,13 @@ class Run:
             sampling = dataclasses.replace(config, temperature=temperature, top_p=top_p)
             rollouts = self.sampler.draw_rollouts(self.eval_groups, self.eval_rows, samples, 500_000 + step, sampling)
             if name == "accuracy":
-                self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step)
+                self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step, temperature)
             if any(reward not in (0, 1) for group in rollouts for reward in group.rewards):
                 self.measured = "mean reward"
             values[name] = sum(sum(group.rewards) for group in rollouts) / (len(rollouts) * samples)
         return values
 
-    def keep_rollouts(self, name: str, rollouts: list[Group], rows: list["Row"], step: int,
+    def keep_rollouts(self, name: str, rollouts: list[Group], rows: list["Row"], step: int, temperature: float,
                       seconds: float = math.inf) -> dict[str, float]:
         """Append rollouts to a file of the run, one line per completion, which --data can read; print a prompt's best
         and worst one, at most every ten seconds; return their metrics. seconds: how long sampling took."""
@@ -894,7 +895,7 @@ class Run:
                 lines.append(dict(
                     step=step, row=group.row, prompt_id=f"{step}-{number}", prompt=rows[group.row].prompt,
                     completion=texts[i], reward=group.rewards[i], rewards=dict(zip(names, group.parts[i])),
-                    truncated=ids[-1] not in sampler.stops, tokens=ids, logps=group.logps[i]))
+                    truncated=ids[-1] not in sampler.stops, tokens=ids, logps=group.logps[i], temperature=temperature))
         if rank() == 0 and self.config.rollouts:
             with open(self.out / name, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -1340,7 +1341,7 @@ class Row:
     rewards: list[float] = dataclasses.field(default_factory=list)
     labelled: bool = False  # see Group
     tokens: list[list[int]] = dataclasses.field(default_factory=list)  # of the completions, as they were sampled
-    logps: list[list[float]] = dataclasses.field(default_factory=list)  # log μ of those tokens
+    logps: list[list[float]] = dataclasses.field(default_factory=list)  # log μ of those tokens, or empty
     passes: float = 1.0  # how often it comes in one pass over the data
 
 def source_name(spec: str) -> str:
@@ -1487,7 +1488,8 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     if isinstance(tokens, list) and isinstance(logps, list) and "completion" in known:  # of a rollouts.jsonl
         require(0 < len(tokens) == len(logps) and all(isinstance(token, int) for token in tokens),
                 f"{where}: 'tokens' and 'logps' must be lists of one length")
-        return Row(where, prompt, fields, [known["completion"]], [float(rewards[0])], labelled, [tokens], [logps])
+        known_logps = [logps] if fields.get("temperature", 1) == 1 else []  # offline, log π_θ is of temperature 1
+        return Row(where, prompt, fields, [known["completion"]], [float(rewards[0])], labelled, [tokens], known_logps)
     for key, answer in answers:  # text, an assistant's message, or a dialogue that ends in one
         last = read_messages(answer, key, where)[-1]
         require(last["role"] == "assistant",
@@ -1561,7 +1563,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
         long_completions += len(completions) - len(short)
         if len(short) == len(completions) or len(short) > 1 or online:
             completions, rewards = [completions[i] for i in short], [row.rewards[i] for i in short]
-            logps = [row.logps[i] for i in short] if row.tokens and is_ours else []
+            logps = [row.logps[i] for i in short] if is_ours and 0 < len(row.tokens) == len(row.logps) else []
             times = int(row.passes) + (chance.random() < row.passes % 1)  # a fraction is that share of the groups
             groups += itertools.repeat(Group(number, prompt, completions, rewards, row.labelled, logps=logps), times)
     if long_prompts or long_completions:
