@@ -200,7 +200,7 @@ PANELS = dict(reward="reward of the batch", accuracy="pass@1, held out", unclamp
               speed="tokens/s, so far", time="time spent, {unit} (dotted: sampling)")
 
 
-Experiment = Literal["gap", "sparse", "long", "syncing", "ablation", "betas", "quality", "stale", "tuning"]
+Experiment = Literal["gap", "sparse", "long", "column", "syncing", "ablation", "betas", "quality", "stale", "tuning"]
 
 
 @dataclass
@@ -221,7 +221,7 @@ class Reproduce:
     jobs: int | None = None
     """Runs at a time, each on one thread. Default: as many as there are cores."""
     results: str | None = None
-    """With --only stale or --real: JSON lines, one for each run. What the file has is not trained again; what is
+    """With --only stale, long or column, or --real: JSON lines, one for each run. What the file has is not trained again; what is
     trained is added to it. Default with --real: evals/real.jsonl."""
     train: bool = True
     """Train what is missing. Otherwise the report is of what there is."""
@@ -1771,12 +1771,17 @@ class Sums:
     steps: tuple[int, ...]  # when its runs are measured
     learned: float  # pass@1 below which a base never got the idea of addition
     drawn_every: tuple[int, ...]  # steps from one drawing to the next
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)  # of each loss, where they are not the defaults
 
 
 SHORT = Sums("two-digit sums", "--data embedded", (*range(32, 257, 32),), 0.5, (64,))  # 0.55 have no carry to forget
 LONG = Sums("sums of six digits with every partial sum, some 40 tokens", "--model embedded:long --data embedded:long "
-            "--eval-data embedded:long-test --max-new-tokens 48", (*range(32, 129, 32),), 0.4, (16, 64))
-LONG_SIZE = dict(grpo="--batch-size 16 --lr 5e-4", dpo="--batch-size 32 --lr 5e-4", kto="--batch-size 64 --lr 2.5e-4")
+            "--eval-data embedded:long-test --max-new-tokens 48", (*range(32, 129, 32),), 0.4, (16, 64),
+            dict(grpo="--batch-size 16 --lr 5e-4", dpo="--batch-size 32 --lr 5e-4", kto="--batch-size 64 --lr 2.5e-4"))
+COLUMN = Sums("a written addition of two numbers of twelve digits, some 110 tokens", "--model embedded:column --data "
+              "embedded:column --eval-data embedded:column-test --max-new-tokens 128", LONG.steps, 0.4, (64,),
+              LONG.settings)
+MADE_OF_SUMS = dict(stale=SHORT, long=LONG, column=COLUMN)  # by the names of the experiments
 PAPERS, BOTH = "offline + humanline", "offline + humanline, taper, prior"
 
 
@@ -1797,7 +1802,7 @@ def stale_variants(loss: str, task: Sums = SHORT) -> dict[str, str]:
             name, drawn = f"every {lag} steps", f"--sample-every {lag}"
             switches |= {name: f"{drawn} {NEVER}", f"{name}, humanline": f"{drawn} {papers}",
                          f"{name}, humanline, taper, prior": f"{drawn} {both}"}
-    common = f"--loss {loss} {task.flags}{' ' + LONG_SIZE[loss] if task is LONG else ''}"
+    common = f"--loss {loss} {task.flags} {task.settings.get(loss, '')}".rstrip()
     common += f" --steps {task.steps[-1]} --eval-every {task.steps[0]}"
     return {name: f"{common} {flags}" for name, flags in switches.items()}
 
@@ -1832,6 +1837,11 @@ def stale(runs: Runs) -> list[str]:
 def long(runs: Runs) -> list[str]:
     """The same on a longer task"""
     return compare_forms(runs, LONG)
+
+
+def column(runs: Runs) -> list[str]:
+    """The same where drawing takes longer than training"""
+    return compare_forms(runs, COLUMN)
 
 
 def compare_forms(runs: Runs, task: Sums) -> list[str]:
@@ -1926,7 +1936,7 @@ def tuning(runs: Runs) -> list[str]:
 
 
 EXPERIMENTS = dict(gap=gap, sparse=sparse, syncing=syncing, ablation=ablation, betas=betas, quality=quality,
-                   stale=stale, long=long)
+                   stale=stale, long=long, column=column)
 QUICK = ("gap", "sparse")
 
 
@@ -1961,11 +1971,12 @@ def make_quartiles(home: Path, seed: int) -> None:
 
 def sources_of(chosen: Iterable[str], quick: bool) -> list[str]:
     """The embedded models and data that the experiments need."""
-    sources = ["embedded:test"] if {*chosen} - {"long"} else []
-    sources += ["embedded:worse"] if {*chosen} - {"long", "stale"} else []
+    sources = ["embedded:test"] if {*chosen} - {"long", "column"} else []
+    sources += ["embedded:worse"] if {*chosen} - {*MADE_OF_SUMS} else []
     sources += ["embedded"] if "stale" in chosen else []
     sources += ["embedded", "embedded:better"] if {"gap", "quality"} & {*chosen} and not quick else []
-    return sources + (["embedded:long", "embedded:long-test"] if "long" in chosen else [])
+    longer = [f"embedded:{name}" for name in ("long", "column") if name in chosen]
+    return [*sources, *longer, *(f"{name}-test" for name in longer)]
 
 
 @contextlib.contextmanager
@@ -2123,10 +2134,10 @@ def reproduce(flags: Reproduce) -> None:
     home.mkdir(exist_ok=True)
     count = flags.seeds or (2 if flags.quick else 5)
     seeds = [101, 102, 103, 104] if "tuning" in chosen else list(range(1, 1 + count))
-    drawn = {name: task for name, task in (("stale", SHORT), ("long", LONG)) if name in chosen}
+    drawn = {name: task for name, task in MADE_OF_SUMS.items() if name in chosen}
     if flags.results and not (drawn and len(chosen) == 1):
-        raise UserError("--results: it holds the runs of `stale` or of `long`; write --only with one of them, or leave "
-                        "it out")
+        raise UserError("--results: it holds the runs of `stale`, `long` or `column`; write --only with one of them, or "
+                        "leave it out")
     results = new_file(flags.results, (".jsonl",), flag="--results") if flags.results else None
     known = read_results(results) if results else {}
 

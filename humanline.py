@@ -126,9 +126,10 @@ class Config:
 
     # Against collapse on off-policy data: from other models, or old rollouts. Not in the paper.
     stale: Literal["taper", "keep", "drop"] | None = None
-    """For worse completions (rejected, undesirable, negative advantage). taper: their gradient fades as their log-prob
-    falls below the sampler's (if unknown, the initial policy's). keep: full gradient; each sync lets it push them down
-    further, without limit. drop: no gradient. Default: taper with the embedded model and humanline, else keep."""
+    """For worse completions (rejected, undesirable, negative advantage). taper: their gradient, and in pairs the chosen
+    one's, fades as their log-prob falls below the sampler's (if unknown, the initial policy's). keep: full gradient;
+    each sync lets it push them down further, without limit. drop: no gradient. Default: taper with the embedded model
+    and humanline, else keep."""
     prior: float | None = None
     """Count this many extra rollouts in each group, with the mean reward of all groups. So a group with only correct
     answers still has a gradient that keeps them, against what other groups teach. Default: 1 with the embedded model
@@ -382,7 +383,7 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return means * mask
 
 def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: Tensor, is_worse: Tensor,
-                     mean_surprisal: float) -> Tensor:
+                     mean_surprisal: float, in_pairs: bool = False) -> Tensor:
     """max(0, 1 - rise / before) for each worse completion, 1 for the others. before: its surprisal under the sampler μ,
     -Σ_t log μ, or that of an average completion of its length if this is less, but at least 1 nat; rise: how far the
     policy's surprisal exceeds μ's, Σ_t (log μ - log π_θ).
@@ -393,12 +394,17 @@ def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: 
     policy still says much the same in other words. So the unit is the entropy of what the sampler writes: 1 nat where
     it is nearly sure, many where it writes freely. A mean over tokens would not do: many easy ones hide a wrong one.
 
+    In a pair the chosen completion fades, too: its weight is w + (1 - w) / before, with w the rejected one's. A pair
+    teaches by the difference of the two. The chosen one alone would be finetuned on, which pulls the policy back to
+    what the sampler writes: good where before is 1 nat, for a right answer; bad where it is 80, for one text of many.
+
     Args:
         log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions; no gradient flows into it.
         sampler_logps: (N, T) log μ, zero at masked positions.
         mask: (N, T) booleans, True at completion tokens.
         is_worse: (N,) booleans: rejected, undesirable, or with a negative advantage.
         mean_surprisal: of -log μ over all completion tokens of the batch, in nats: an estimate of μ's entropy.
+        in_pairs: whether the rows are chosen, rejected, chosen, rejected, …
     Returns:
         (N, 1) weights from 0 to 1.
     """
@@ -406,7 +412,10 @@ def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: 
     before = -sampler_logps.sum(-1, keepdim=True)
     before = torch.minimum(before, mean_surprisal * mask.sum(-1, keepdim=True)).clamp(min=1)
     weight = (1 - rise / before).clamp(0, 1)
-    return torch.where(is_worse[:, None], weight, torch.ones_like(weight))
+    weight = torch.where(is_worse[:, None], weight, torch.ones_like(weight))
+    if in_pairs:
+        weight[0::2] = weight[1::2] + (1 - weight[1::2]) / before[0::2]
+    return weight
 
 def token_kl(log_ratio: Tensor) -> Tensor:
     """exp(-d) + d - 1 >= 0, whose mean over the policy's samples is KL(π_θ || π_ref), in nats (Schulman 2020, "k3")."""
@@ -647,7 +656,8 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             if needs_sampler_logps(config) and microbatch:
                 sampler_logps = pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
             if config.stale == "taper":
-                weight = staleness_weight(logps - sampler_logps, sampler_logps, mask, ~chosen, mean_surprisal)
+                weight = staleness_weight(logps - sampler_logps, sampler_logps, mask, ~chosen, mean_surprisal,
+                                          in_pairs=loss.unit == "pair" and len(microbatch) > 0)
                 log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
             if config.stale == "drop":
                 log_ratio = torch.where(chosen[:, None], log_ratio, log_ratio.detach())

@@ -31,6 +31,29 @@ def test_the_weight_falls_to_0_as_the_surprisal_doubles_and_for_the_worse_alone(
     assert weigh(d, worse, 0.03)[:, 0].tolist() == pytest.approx([1 - 0.5 / 1.2, 0.0, 0.6, 1.0, 0.0, 0.0, 1.0])
 
 
+def test_in_a_pair_the_chosen_one_keeps_one_part_in_its_surprisal_of_what_the_rejected_one_loses():
+    d, mu, worse = torch.zeros(6, 4), torch.full((6, 4), -2.0), torch.tensor([False, True] * 3)  # 8 nats each
+    mu[2] = 0.0  # a chosen one that the sampler was sure of: at least 1 nat
+    d[1], d[3], d[4], d[5] = -1.0, -1.0, -9.0, 1.0  # what the chosen one does is not asked
+    weights = staleness_weight(d, mu, mu <= 0, worse, 9.0, in_pairs=True)
+    assert weights[:, 0].tolist() == pytest.approx([0.5 + 0.5 / 8, 0.5, 1.0, 0.5, 1.0, 1.0])
+    alone = staleness_weight(d, mu, mu <= 0, worse, 9.0)
+    assert alone[:, 0].tolist() == pytest.approx([1.0, 0.5, 1.0, 0.5, 1.0, 1.0])
+
+
+def test_pairs_fade_together_in_training_as_well(tiny):
+    policy, _, config = policy_of(tiny, loss="dpo")
+    policy.double()
+    batch = random_batch("dpo")
+    for s in batch.sequences + batch.mismatched:
+        logps = humanline.log_probs(policy, [s])[0][0].detach()[-len(s.completion) :]
+        s.ref_logps = s.ref_logps.double()
+        s.sampler_logps = logps * 1e-3 if not s.is_chosen else torch.full_like(logps, -1e6)  # w = 0, before is huge
+    tapered, kept = (gradient(policy, batch, dataclasses.replace(config, stale=how)) for how in ("taper", "keep"))
+    limit = 1e-2 * kept.abs().max()  # what is left is the chosen one's 1 / before
+    assert kept.abs().max() > 0 and tapered.abs().max() < limit
+
+
 def test_right_tokens_around_a_wrong_one_do_not_hide_it():
     wrong_alone, worse = torch.tensor([[-1.5], [-1.2]]), torch.tensor([True])
     among_right = torch.cat([wrong_alone, torch.zeros(2, 30)], 1)
