@@ -1473,16 +1473,17 @@ def add_in_columns(problem: str, errs: float, chance: random.Random) -> str:
     return "\n".join(lines)
 
 
-# Embedded models and data beside the demo's own: `embedded:better` and, for two longer tasks, `embedded:long`,
-# `embedded:long-worse`, `embedded:column` and `embedded:column-worse`. Importing this file is enough to have them, in
-# the processes of `reproduce` as well.
+# Embedded models and data beside the demo's own: `embedded:better` and, for two longer tasks, `embedded:long` and
+# `embedded:column`, each with a worse one, and the one that learned columns from a demonstrator without mistakes.
+# Importing this file is enough to have them, in the processes of `reproduce` as well.
 LONGER = dict(problems=six_digit_sums, demonstrate=add_in_steps, max_new_tokens=48, data_prompts=1024)
 LONGEST = dict(problems=written_sums, demonstrate=add_in_columns, max_new_tokens=128, data_prompts=1024)
 humanline.RECIPES.update({
     "better": Recipe(120, 384, 2e-3, (0.4, 0.4), parent="base"),
     "long": Recipe(400, 128, 1e-2, (0.0, 0.65), least_accuracy=0.5, **LONGER),
     "long-worse": Recipe(120, 128, 2e-3, (0.9, 0.9), parent="long", **LONGER),
-    "column": Recipe(500, 32, 1e-2, (0.0, 0.7), least_accuracy=0.4, **LONGEST),
+    "column-right": Recipe(400, 32, 1e-2, (0.0, 0.0), least_accuracy=0.8, **LONGEST),
+    "column": Recipe(150, 32, 4e-3, (0.75, 0.75), parent="column-right", **LONGEST),
     "column-worse": Recipe(120, 32, 2e-3, (0.9, 0.9), parent="column", **LONGEST)})
 
 LOSSES = ("grpo", "dpo", "kto")

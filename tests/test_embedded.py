@@ -235,6 +235,8 @@ def test_the_long_task_writes_down_every_partial_sum():
 
 def test_the_longest_task_writes_down_every_column():
     chance, recipe = random.Random(0), humanline.RECIPES["column"]
+    config = humanline.parse_config(shlex.split(evaluation.COLUMN.flags))
+    assert (config.model, config.eval_data, config.max_new_tokens) == ("embedded:column", "embedded:column-test", 128)
     assert recipe.demonstrate("4+7+_=__\n6+3+_=__\n0+1+_=__", 0, chance) == "4+7+0=11\n6+3+1=10\n0+1+1=02"
     assert recipe.demonstrate("4+7+_=__\n6+3+_=__\n0+1+_=__", 1, chance) == "4+7+0=11\n6+3+1=10\n0+1+0=01"
     rows, held_out = recipe.rows()

@@ -550,7 +550,7 @@ def other_vocabulary(tiny, tmp_path):
     ("data --model TINY --data", "--data has no value"),
     ("data --model TINY --data groups.jsonl --own -1", "--own is -1; it must lie from 0 to 1,000,000"),
     ("reproduce --only", "--only has no value"),
-    ("reproduce --results results.jsonl", "--results: it holds the runs of `stale` or of `long`; write --only"),
+    ("reproduce --results results.jsonl", "--results: it holds the runs of `stale`, `long` or `column`; write"),
     ("reproduce --only stale --results results.md", "--results results.md: it must end in .jsonl"),
     ("reproduce --only stale --results prompts.jsonl", "--results prompts.jsonl: 'flags'"),
     ("reproduce --seeds 0", "--seeds is 0; it must lie from 1 to 1,000,000"),
@@ -663,9 +663,9 @@ def test_every_experiment_asks_for_its_runs_before_it_knows_them_and_for_flags_t
     for flags in wanted:
         config = humanline.parse_config(flags.split())
         assert config.seed in (1, 2, 3)
-        is_long = config.model == "embedded:long"
-        assert config.eval_data == ("embedded:long-test" if is_long else "embedded:test")
-        assert config.max_new_tokens == humanline.RECIPES["long" if is_long else "base"].max_new_tokens
+        part = config.model.partition(":")[2]
+        assert config.eval_data == (f"embedded:{part}-test" if part else "embedded:test")
+        assert config.max_new_tokens == humanline.RECIPES[part or "base"].max_new_tokens
     known = Pretend(dict.fromkeys(wanted, 0))
     assert all(isinstance(line, str) and "nan" not in line for line in experiment(pretended(known)))
 
@@ -762,18 +762,19 @@ def test_the_runs_come_seed_by_seed_grpo_first():
     assert [flags.split()[1] for flags in wanted] == (["grpo"] * 11 + ["dpo"] * 6 + ["kto"] * 6) * 3
 
 
-@pytest.mark.parametrize("task", [evaluation.SHORT, evaluation.LONG])
+@pytest.mark.parametrize("task", [*evaluation.MADE_OF_SUMS.values()])
 def test_the_curves_of_stale_are_drawn(tmp_path, task):
     evaluation.picture_stale(pretended(Stale()), tmp_path / "stale.png", task)
     assert (tmp_path / "stale.png").stat().st_size > 10_000
 
 
-def test_results_of_the_longer_task_are_kept_likewise(ask, tmp_path, monkeypatch):
+@pytest.mark.parametrize("task", ["long", "column"])
+def test_results_of_the_longer_tasks_are_kept_likewise(ask, tmp_path, monkeypatch, task):
     runs, known = pretended({}), Stale()
-    evaluation.long(runs)
+    evaluation.EXPERIMENTS[task](runs)
     evaluation.write_results(tmp_path / "long.jsonl", {flags: known.get(flags) for flags in runs.wanted})
     monkeypatch.setattr(evaluation, "train_all", lambda *_: pytest.fail("trained again"))
-    said = ask("reproduce --only long --seeds 3 --results long.jsonl --no-train")
+    said = ask(f"reproduce --only {task} --seeds 3 --results long.jsonl --no-train")
     assert "GRPO, 3 seeds" in said and (tmp_path / "evals" / "reproduce.png").exists()
 
 
