@@ -394,9 +394,10 @@ def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: 
     policy still says much the same in other words. So the unit is the entropy of what the sampler writes: 1 nat where
     it is nearly sure, many where it writes freely. A mean over tokens would not do: many easy ones hide a wrong one.
 
-    In a pair the chosen completion fades, too: its weight is w + (1 - w) / before, with w the rejected one's. A pair
-    teaches by the difference of the two. The chosen one alone would be finetuned on, which pulls the policy back to
-    what the sampler writes: good where before is 1 nat, for a right answer; bad where it is 80, for one text of many.
+    A pair teaches by the difference of its two. What one of them teaches alone pulls the policy to or from one text: it
+    helps where before is 1 nat, the only right answer, and harms where it is 80, one text of many; so it counts
+    1 / before. As the rejected one's weight w fades, the chosen one's goes to w + (1 - w) / before; beside the prior's
+    empty completion they are w / before and 1 / before.
 
     Args:
         log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions; no gradient flows into it.
@@ -414,7 +415,10 @@ def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: 
     weight = (1 - rise / before).clamp(0, 1)
     weight = torch.where(is_worse[:, None], weight, torch.ones_like(weight))
     if in_pairs:
-        weight[0::2] = weight[1::2] + (1 - weight[1::2]) / before[0::2]
+        is_whole = mask.any(-1, keepdim=True)[0::2] & mask.any(-1, keepdim=True)[1::2]
+        together = torch.where(is_whole, weight[1::2], 0.0)
+        weight[1::2] = torch.where(is_whole, weight[1::2], weight[1::2] / before[1::2])
+        weight[0::2] = together + (1 - together) / before[0::2]
     return weight
 
 def token_kl(log_ratio: Tensor) -> Tensor:

@@ -37,8 +37,16 @@ def test_in_a_pair_the_chosen_one_keeps_one_part_in_its_surprisal_of_what_the_re
     d[1], d[3], d[4], d[5] = -1.0, -1.0, -9.0, 1.0  # what the chosen one does is not asked
     weights = staleness_weight(d, mu, mu <= 0, worse, 9.0, in_pairs=True)
     assert weights[:, 0].tolist() == pytest.approx([0.5 + 0.5 / 8, 0.5, 1.0, 0.5, 1.0, 1.0])
-    alone = staleness_weight(d, mu, mu <= 0, worse, 9.0)
-    assert alone[:, 0].tolist() == pytest.approx([1.0, 0.5, 1.0, 0.5, 1.0, 1.0])
+    no_pairs = staleness_weight(d, mu, mu <= 0, worse, 9.0)
+    assert no_pairs[:, 0].tolist() == pytest.approx([1.0, 0.5, 1.0, 0.5, 1.0, 1.0])
+
+
+def test_beside_an_empty_completion_each_counts_one_part_in_its_surprisal():
+    d, mu, worse = torch.zeros(4, 4), torch.full((4, 4), -2.0), torch.tensor([False, True] * 2)
+    mask = torch.tensor([[True], [False], [False], [True]]).expand(4, 4)  # empty: the rejected one, the chosen one
+    d[3] = -1.0
+    weights = staleness_weight(d * mask, mu * mask, mask, worse, 9.0, in_pairs=True)[:, 0]
+    assert [float(weights[0]), float(weights[3])] == pytest.approx([1 / 8, 0.5 / 8])
 
 
 def test_pairs_fade_together_in_training_as_well(tiny):
