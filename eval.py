@@ -1781,7 +1781,7 @@ LONG = Sums("sums of six digits with every partial sum, some 40 tokens", "--mode
             dict(grpo="--batch-size 16 --lr 5e-4", dpo="--batch-size 32 --lr 5e-4", kto="--batch-size 64 --lr 2.5e-4"))
 COLUMN = Sums("a written addition of two numbers of twelve digits, some 110 tokens", "--model embedded:column --data "
               "embedded:column --eval-data embedded:column-test --max-new-tokens 128", LONG.steps, 0.4, (64,),
-              LONG.settings)
+              dict(grpo="--batch-size 16 --lr 2.5e-4", dpo="--batch-size 32 --lr 2.5e-4", kto="--batch-size 64 --lr 1.25e-4"))
 MADE_OF_SUMS = dict(stale=SHORT, long=LONG, column=COLUMN)  # by the names of the experiments
 PAPERS, BOTH = "offline + humanline", "offline + humanline, taper, prior"
 
