@@ -221,8 +221,8 @@ class Reproduce:
     jobs: int | None = None
     """Runs at a time, each on one thread. Default: as many as there are cores."""
     results: str | None = None
-    """With --only stale, long or column, or --real: JSON lines, one for each run. What the file has is not trained again; what is
-    trained is added to it. Default with --real: evals/real.jsonl."""
+    """With --real, or --only stale, long or column: JSON lines, one for each run. What the file has is not trained
+    again; what is trained is added to it. Default with --real: evals/real.jsonl."""
     train: bool = True
     """Train what is missing. Otherwise the report is of what there is."""
     out: str | None = None
@@ -1781,7 +1781,8 @@ LONG = Sums("sums of six digits with every partial sum, some 40 tokens", "--mode
             dict(grpo="--batch-size 16 --lr 5e-4", dpo="--batch-size 32 --lr 5e-4", kto="--batch-size 64 --lr 2.5e-4"))
 COLUMN = Sums("a written addition of two numbers of twelve digits, some 110 tokens", "--model embedded:column --data "
               "embedded:column --eval-data embedded:column-test --max-new-tokens 128", LONG.steps, 0.4, (64,),
-              dict(grpo="--batch-size 16 --lr 2.5e-4", dpo="--batch-size 32 --lr 2.5e-4", kto="--batch-size 64 --lr 1.25e-4"))
+              dict(grpo="--batch-size 16 --lr 2.5e-4", dpo="--batch-size 32 --lr 2.5e-4",
+                   kto="--batch-size 64 --lr 1.25e-4"))
 MADE_OF_SUMS = dict(stale=SHORT, long=LONG, column=COLUMN)  # by the names of the experiments
 PAPERS, BOTH = "offline + humanline", "offline + humanline, taper, prior"
 
@@ -2137,8 +2138,8 @@ def reproduce(flags: Reproduce) -> None:
     seeds = [101, 102, 103, 104] if "tuning" in chosen else list(range(1, 1 + count))
     drawn = {name: task for name, task in MADE_OF_SUMS.items() if name in chosen}
     if flags.results and not (drawn and len(chosen) == 1):
-        raise UserError("--results: it holds the runs of `stale`, `long` or `column`; write --only with one of them, or "
-                        "leave it out")
+        raise UserError("--results: it holds the runs of `stale`, `long` or `column`; write --only with one of them, "
+                        "or leave it out")
     results = new_file(flags.results, (".jsonl",), flag="--results") if flags.results else None
     known = read_results(results) if results else {}
 
