@@ -1658,9 +1658,10 @@ def falls(run: dict, what: str = "step") -> int | None:
 
 def warned(run: dict) -> int | None:
     """The step at which the trainer warned of a collapse."""
-    collapse = humanline.Collapse()
-    logps = run.get("metrics", {}).get("logp_wanted", [])
-    return run.get("warned", next((step for step, logp in enumerate(logps, 1) if collapse(logp)), None))
+    collapse, metrics = humanline.Collapse(), run.get("metrics", {})
+    values = zip(metrics.get("logp_wanted", []), metrics.get("completion_length", []))
+    lines = [{} if logp is None else dict(logp_wanted=logp, completion_length=length) for logp, length in values]
+    return run.get("warned", next((step for step, line in enumerate(lines, 1) if collapse(line)), None))
 
 
 def warned_in_time(runs: list[dict], what: str = "step") -> str:
@@ -2060,7 +2061,7 @@ def train_once(flags: str, home: Path) -> dict:
         measured_at = [*range(0, config.steps, config.eval_every or config.steps)][1:] + [config.steps]
         curve = dict.fromkeys(measured_at, 0.0)
         curve |= {line["step"]: line["accuracy"] for line in lines if "accuracy" in line}
-        names = ("drift", "unclamped", "kl", "grad_norm", "logp", "logp_wanted", "reward_margin")
+        names = ("drift", "unclamped", "kl", "grad_norm", "logp", "logp_wanted", "completion_length", "reward_margin")
         shown = {name: [float(f"{line[name]:.4g}") if name in line else None for line in lines] for name in names}
         # A run that diverged at its first step has no line: what it began with and how long it took is not known.
         before = lines[0]["accuracy_before"] if lines else math.nan

@@ -876,7 +876,7 @@ class Run:
             of_line = {name: line[name] for name in ("accuracy", "greedy") if name in line}
             before = {name: line[f"{name}_before"] for name in ("accuracy", "greedy") if f"{name}_before" in line}
             self.before, self.latest = self.before or before, of_line or self.latest or before
-            self.collapse(line.get("logp_wanted"))
+            self.collapse(line)
             self.health(line)
         self.progress = tqdm(range(first, config.steps + 1), desc=config.loss, initial=first - 1, total=config.steps,
                              unit="step", dynamic_ncols=True, **(dict(disable=True) if rank() else {}))
@@ -947,7 +947,7 @@ class Run:
         """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of a collapse."""
         if line["step"] == 1:
             line |= {f"{name}_before": value for name, value in self.before.items()}
-        collapse = self.collapse(line.get("logp_wanted"))
+        collapse = self.collapse(line)
         self.is_falling = bool(collapse)
         for warning in [collapse, *self.health(line)]:
             if warning:
@@ -979,27 +979,27 @@ class Run:
 class Collapse:
     """Detects collapse from the log-prob of the preferred completions: chosen, desirable or positive advantage.
 
-    While a run learns, their mean -log π_θ per token falls. Once its mean over 16 steps rises to 4 times its minimum,
-    and at least 0.03 nats above it, the policy unlearns preferred completions along with the others, and its rewards
-    fall next: `python eval.py reproduce --only syncing` counts how often that is right.
+    While a run learns, their mean -log π_θ falls. Once its mean over 12 steps rises to twice its minimum, and at least
+    0.3 nats per completion above it, the policy unlearns preferred completions along with the others, and its rewards
+    fall next: `python eval.py reproduce` counts how often that is right.
     """
 
     def __init__(self):
-        self.recent, self.best, self.is_best, self.warned = deque(maxlen=16), -math.inf, False, False
+        self.recent, self.best, self.is_best, self.warned = deque(maxlen=12), -math.inf, False, False
 
-    def __call__(self, logp_wanted: float | None) -> str:
-        """The warning, if this step calls for it, once per run; else "". logp_wanted: nats per token."""
-        if logp_wanted is not None:
-            self.recent.append(logp_wanted)
-        if self.warned or len(self.recent) < 16:
+    def __call__(self, line: dict[str, float]) -> str:
+        """The warning, if a step's report calls for it, once per run; else ""."""
+        if "logp_wanted" in line:
+            self.recent.append(line["logp_wanted"] * line["completion_length"])  # a token's times the mean length
+        if self.warned or len(self.recent) < self.recent.maxlen:
             return ""
         now = mean(self.recent)
         self.is_best = now >= self.best
         self.best = max(self.best, now)
-        self.warned = now < min(4 * self.best, self.best - 0.03)
+        self.warned = now < min(2 * self.best, self.best - 0.3)
         if not self.warned:
             return ""
-        return (f"the completions that the loss wants likelier fell from {self.best:.2f} to {now:.2f} nats per token: "
+        return (f"the completions that the loss wants likelier fell from {self.best:.2f} to {now:.2f} nats: "
                 "the run may be coming apart; try a lower --lr, fewer syncs or fresher rollouts (--sample-every)")
 
 class Health:

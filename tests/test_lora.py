@@ -187,7 +187,8 @@ def test_a_collapse_puts_back_the_adapters_of_better_times(run, monkeypatch):
 
     def spied(policy, batch, config):
         kept[batch.step - 1] = [p.detach().clone() for p in humanline.trained(policy).values()]
-        return forward(policy, batch, config) | dict(logp_wanted=-0.1 if batch.step <= 20 else -3.0)
+        return forward(policy, batch, config) | dict(
+            logp_wanted=-0.1 if batch.step <= 20 else -3.0, completion_length=1)
 
     monkeypatch.setattr(humanline, "forward_backward", spied)
     final = run(f"{LORA} --steps 40 --on-collapse restore") / "final"

@@ -228,7 +228,8 @@ def test_a_collapse_ends_the_run_where_that_is_asked_for(run, tmp_path, monkeypa
 
     def spied(policy, batch, config):
         kept[batch.step - 1] = [p.detach().clone() for p in policy.parameters()]  # the weights after the step before
-        return forward(policy, batch, config) | dict(logp_wanted=-0.1 if batch.step <= 20 else -3.0)
+        return forward(policy, batch, config) | dict(
+            logp_wanted=-0.1 if batch.step <= 20 else -3.0, completion_length=1)
 
     monkeypatch.setattr(humanline, "forward_backward", spied)
     folder = run(f"--steps 40 --on-collapse {how}", out=str(tmp_path / "out"))

@@ -308,20 +308,22 @@ def test_a_reference_that_is_the_policy_itself_is_not_computed(run, monkeypatch,
 
 @pytest.mark.parametrize("logps, step", [
     ([-0.5 + 0.01 * i for i in range(40)], None),  # rises
-    ([-0.2] * 20 + [-0.5] * 40, None),  # falls a little
-    ([-0.2] * 20 + [-1.2] * 40, 30),  # 10 of 16 at -1.2: the mean is below -0.8
-    ([-0.005] * 20 + [-0.034] * 40, None),  # seven times as unlikely, but by less than 0.03
-    ([-0.2, None] * 20 + [-1.2] * 40, 50),
-    ([-0.2] * 10 + [-1.2] * 5, None),  # shorter than the window
+    ([-0.4] * 20 + [-0.75] * 40, None),  # falls a little
+    ([-0.4] * 20 + [-1.2] * 40, 27),  # 7 of 12 at -1.2: the mean is below -0.8
+    ([-0.05] * 20 + [-0.34] * 40, None),  # seven times as unlikely, but by less than 0.3
+    ([-0.4, None] * 20 + [-1.2] * 40, 47),
+    ([-0.4] * 6 + [-1.2] * 5, None),  # shorter than the window
 ])
 def test_a_collapse_is_told_once_the_wanted_completions_have_become_unlikely(logps, step):
-    collapse = humanline.Collapse()
-    said = [i for i, logp in enumerate(logps, 1) if collapse(logp)]
-    assert said == ([] if step is None else [step])
+    for length in (1, 50):  # what counts is the completion, and not the token
+        collapse = humanline.Collapse()
+        lines = [{} if logp is None else dict(logp_wanted=logp / length, completion_length=length) for logp in logps]
+        said = [i for i, line in enumerate(lines, 1) if collapse(line)]
+        assert said == ([] if step is None else [step])
 
 
 def test_the_run_warns_of_a_collapse(run, monkeypatch, capsys):
-    monkeypatch.setattr(humanline, "Collapse", lambda: lambda logp: "it falls" if logp < 0 else "")
+    monkeypatch.setattr(humanline, "Collapse", lambda: lambda line: "it falls" if line["logp_wanted"] < 0 else "")
     run("--steps 2")
     assert "warning: step 1: it falls" in capsys.readouterr().err
 
@@ -332,7 +334,7 @@ def test_a_resumed_run_remembers_what_a_collapse_is_told_from(run, tmp_path, mon
     humanline.shutil.rmtree(folder / "final")
     humanline.shutil.rmtree(folder / "checkpoint" / "step-00000004")
     seen: list[float] = []
-    monkeypatch.setattr(humanline, "Collapse", lambda: lambda logp: seen.append(logp) or "")
+    monkeypatch.setattr(humanline, "Collapse", lambda: lambda line: seen.append(line["logp_wanted"]) or "")
     run("--steps 4 --save-every 2 --resume latest", out=out)
     assert len(seen) == 4 and seen == [line["logp_wanted"] for line in metrics(folder)]
 
