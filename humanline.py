@@ -643,7 +643,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
     if config.perception == "sample":
         draw_rejections(policy, batch, config)
     names = ("loss tokens unclamped clamped_low clamped_high clip_low clip_high drift kl logp logp_wanted wanted "
-             "chosen rejected entropy entropy_tokens sampler_gap").split()
+             "chosen rejected entropy entropy_tokens sampler_gap stale_weight worse").split()
     trained = [sequence for sequence in batch.sequences if not loss.is_idle(sequence, config)]
     if config.stale == "taper":  # over the whole batch, as all means are
         mean_surprisal = -float(torch.cat([s.sampler_logps for s in trained]).mean()) if trained else 0.0
@@ -659,6 +659,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             sampler_logps = logps.detach()
             if needs_sampler_logps(config) and microbatch:
                 sampler_logps = pad_completions([s.sampler_logps for s in microbatch], microbatch, logps)
+            weight = torch.ones_like(log_ratio[:, :1])
             if config.stale == "taper":
                 weight = staleness_weight(logps - sampler_logps, sampler_logps, mask, ~chosen, mean_surprisal,
                                           in_pairs=loss.unit == "pair" and len(microbatch) > 0)
@@ -677,12 +678,13 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             with torch.no_grad():
                 gain, entropy = config.beta * perceived.sum(-1), torch.cat(entropies)
                 low, high = loss.clipped(inputs, config) if loss.clipped else (~mask & mask,) * 2
+                worse = ~chosen & mask.any(-1)
                 sums += torch.stack([
                     mean_loss, mask.sum(), (passes & mask).sum(), (log_ratio < config.log_eps_p).sum(),
                     (log_ratio > config.log_eps_r).sum(), low.sum(), high.sum(), log_ratio.abs().sum(),
                     token_kl(ref_log_ratio).sum(), logps.sum(), logps[chosen].sum(), mask[chosen].sum(),
                     gain[chosen].sum(), gain[~chosen].sum(), entropy.sum(), torch.tensor(len(entropy), device=device),
-                    (logps - sampler_logps).abs().sum(),
+                    (logps - sampler_logps).abs().sum(), weight[worse].sum(), worse.sum(),
                 ]).double()
         return sums
 
@@ -757,7 +759,8 @@ def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, confi
     `clamped_high`, beyond the humanline clip's ends; `clip_low` and `clip_high`, stopped by GRPO's own clip. `entropy`:
     of the next-token distribution, in nats, at every 8th token; which ones depends on the microbatches.
     `logp_wanted`: `logp` of the chosen, desirable or positive-advantage completions. `reward_margin`: the mean β Σ d̃
-    of the chosen completions minus that of the others. `no_difference`: the fraction of the step's groups whose
+    of the chosen completions minus that of the others. `stale_weight`: the mean `staleness_weight` of the worse
+    completions; near 0 the data have little left to teach. `no_difference`: the fraction of the step's groups whose
     rewards are all equal. With --sampler: `lag`, the optimizer steps since the sampler got its weights, and
     `sampler_gap`, |log π_θ - log μ|, which at lag 0 is the mismatch of sampler and trainer.
     """
@@ -776,6 +779,8 @@ def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, confi
     report |= {name: sums[name] / max(1, sums["tokens"]) for name in names}
     if sums["wanted"]:
         report["logp_wanted"] = sums["logp_wanted"] / sums["wanted"]
+    if config.stale == "taper" and sums["worse"]:
+        report["stale_weight"] = sums["stale_weight"] / sums["worse"]
     if sums["entropy_tokens"]:
         report["entropy"] = sums["entropy"] / sums["entropy_tokens"]
     if loss.unit != "group":

@@ -109,9 +109,11 @@ def test_the_taper_scales_the_gradient_of_the_worse_completions_and_no_value(tin
     for s in batch.sequences:  # a sampler that hardly said it: the weight is 1
         s.sampler_logps = s.ref_logps - 1000
     assert torch.equal(gradient(policy, batch, config), gradient(policy, batch, tapered))
+    assert humanline.forward_backward(policy, batch, tapered)["stale_weight"] == 1 and "stale_weight" not in plain_report
     for s in batch.sequences:  # a sampler that was sure of it: the weight is 0
         s.sampler_logps = s.ref_logps + 1000
     of_better = gradient(policy, batch, tapered)
+    assert humanline.forward_backward(policy, batch, tapered)["stale_weight"] == 0
 
     def only_better(inputs, config, compute=LOSSES[loss].compute):
         fixed = inputs.is_chosen[:, None]
