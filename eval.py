@@ -1803,8 +1803,9 @@ def stale_variants(loss: str, task: Sums = SHORT) -> dict[str, str]:
         switches |= {f"{PAPERS}, better completions alone, prior": form(8, "drop", 1)} if task is SHORT else {}
         for lag in task.drawn_every:
             name, drawn = f"every {lag} steps", f"--sample-every {lag}"
-            switches |= {name: f"{drawn} {NEVER}", f"{name}, humanline": f"{drawn} {papers}",
-                         f"{name}, humanline, taper, prior": f"{drawn} {both}"}
+            if task is not COLUMN:
+                switches |= {name: f"{drawn} {NEVER}", f"{name}, humanline": f"{drawn} {papers}"}
+            switches[f"{name}, humanline, taper, prior"] = f"{drawn} {both}"
     common = f"--loss {loss} {task.flags} {task.settings.get(loss, '')}".rstrip()
     common += f" --steps {task.steps[-1]} --eval-every {task.steps[0]}"
     return {name: f"{common} {flags}" for name, flags in switches.items()}
