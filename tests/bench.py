@@ -564,7 +564,7 @@ def saving(load: Workload, rounds: int) -> None:
         for p in policy.parameters():
             moments = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             optimizer.state[p] = dict(step=torch.tensor(1.0), **moments)
-        batches = SimpleNamespace(pending=[], made_until=0, rollouts_until=0, drawn_ahead=None)
+        batches = SimpleNamespace(pending=[], made_until=0, drawn_ahead=None)
         reference = SimpleNamespace(model=None, weights=None, until=0, batches=batches)
         saver, waits, totals = humanline.Saver(folder / "checkpoint", config, None), [], []
         for step in range(1, rounds + 1):

@@ -15,6 +15,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -543,7 +544,6 @@ def other_vocabulary(tiny, tmp_path):
     ("accuracy --model --limit 2", "--model has no value; give it one or more, or leave it out"),
     ("accuracy --model TINY --data prompts.jsonl --k", "--k has no value"),
     ("show --model TINY", "--data: name the rows to measure on"),
-    ("show --model TINY --data noanswer.jsonl", "--data noanswer.jsonl row 1: no 'answer'"),
     ("show --model TINY --data prompts.jsonl --prompts 0", "--prompts is 0; it must lie from 1 to 1,000,000"),
     ("chat --model", "--model has no value"),
     ("chat --model runs/none", "--model runs/none: no such run or model"),
@@ -846,10 +846,12 @@ def pretended_real(losses=("grpo", "kto"), tasks=("sentiment", "checked"), seeds
 
 
 def test_the_real_experiment_tunes_first_and_then_compares_what_the_tuning_chose():
-    text, curves, (rates, ks, reported) = pretended_real(losses=("kto",), offline=0.3, humanline=0.8, online=0.9)
-    assert all(flags.endswith("--seed 101") for flags in rates + ks)
-    assert not any("--seed 101" in flags for flags in reported)
-    assert len(rates) == 2 * 3 * 3 and len(ks) == 2 * 1 * 2 and len(reported) == 2 * 4 * 3  # tasks, variants, rates or ks
+    text, curves, turns = pretended_real(losses=("kto",), offline=0.3, humanline=0.8, online=0.9)
+    tuning = [[flags for flags in asked if flags.endswith("--seed 101")] for asked in turns]
+    assert list(map(len, tuning)) == [2 * 3 * 2, 2 * 3, 2 * 2, 0]  # two rates each in both tasks, the third rate, two k
+    assert all("--lr 1e-5" in flags for flags in tuning[1])
+    ks, reported = tuning[2], [flags for asked in turns for flags in asked if not flags.endswith("--seed 101")]
+    assert len(reported) == 2 * 4 * 3  # tasks, variants, seeds
     assert all("--lr 2e-5" in flags for flags in ks + reported)
     assert all("--sync-k 4 " in flags for flags in reported if "--no-humanline" not in flags)
     assert set(curves) == {("sentiment", "kto"), ("checked", "kto")}
@@ -858,6 +860,21 @@ def test_the_real_experiment_tunes_first_and_then_compares_what_the_tuning_chose
     assert "- **holds**: KTO, checked, 3 seeds: online ends above offline: +0.600 ± 0.000, paired" in report
     assert "offline + humanline gains as much as online at the same distance from the base: -0.100" in report
     assert 'best 1.00: "two' in report
+
+
+def test_the_real_experiment_does_not_try_the_low_rate_where_the_high_one_is_better(monkeypatch):
+    monkeypatch.setattr(evaluation, "REAL_GRID", dict(lr=("1e-5", "2e-5", "4e-5"), k=(4, 1, 16)))  # as a hill from 1e-5
+    _, _, turns = pretended_real(losses=("kto",))
+    assert not any("--lr 4e-5" in flags for asked in turns for flags in asked)
+    assert "--lr 2e-5 --seed 1" in " ".join(turns[-1])
+
+
+def test_the_real_experiment_reports_the_variants_whose_tuning_is_finished(monkeypatch):
+    monkeypatch.setattr(evaluation, "real_tuned", lambda runs, loss, variant: (
+        None if variant == evaluation.PAPERS else ("2e-5", "4")))
+    text, curves, _ = pretended_real(losses=("kto",), tasks=("checked",))
+    assert text[0] == f"KTO, checked: the tuning is not finished for: {evaluation.PAPERS}; {evaluation.BOTH}."
+    assert list(curves["checked", "kto"]) == ["offline", "online"]
 
 
 def test_the_real_experiment_says_what_does_not_hold():
@@ -890,6 +907,14 @@ def test_the_real_experiment_is_drawn(tmp_path):
     for against in ("kl", "seconds"):
         evaluation.picture_real(curves, tmp_path / f"{against}.png", against)
         assert (tmp_path / f"{against}.png").stat().st_size > 10_000
+
+
+def test_a_report_without_grpo_has_both_its_pictures(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text, curves, _ = pretended_real(losses=("dpo", "kto"))
+    monkeypatch.setattr(evaluation, "real", lambda *_: (text, curves))
+    assert evaluation.main(["reproduce", "--real", tiny, "--no-train", "--losses", "dpo", "kto"]) == 0
+    assert Path("evals/real.png").exists() and Path("evals/real-seconds.png").exists()
 
 
 def test_a_real_run_is_measured_and_its_distance_from_the_base_is_that_of_its_log_probs(tiny, tmp_path, monkeypatch):
@@ -1065,9 +1090,37 @@ def test_one_seed_decides_nothing():
     runs = pretended(Pretend())
     runs.seeds = [1]
     lines = itertools.chain(*(getattr(evaluation, name)(runs) for name in ("gap", "sparse")))
-    verdicts = [line for line in lines if "against" in line]
-    assert any("every 64 steps with humanline" in line for line in verdicts)
-    assert all(line.startswith("- **not decided**") for line in verdicts if "every 64 steps with humanline" in line)
+    verdicts = [line for line in lines if "every 64 steps" in line and "**" in line]
+    assert len(verdicts) == 2 and all(line.startswith("- **not decided**") for line in verdicts)
+
+
+def test_a_wide_interval_around_0_decides_nothing():
+    ahead = np.array([0.3, -0.1, 0.0])
+    value = lambda name, what: np.array([0.5, 0.5, 0.5]) + (ahead if name == evaluation.PAPERS else 0)
+    runs = SimpleNamespace(each=lambda flags: [{"kl 0": 0.0, "kl 16": 0.0, "reward 16": 0.5}] * 3)
+    verdicts = evaluation.real_verdicts("GRPO", value, runs, {evaluation.PAPERS: "", "online": ""})
+    assert all(line.startswith("- **not decided**") for line in verdicts[1:]) and len(verdicts) == 3
+
+
+@pytest.mark.parametrize("fall, by_then, before", [(90, 0, 0), (100, 1, 0), (120, 1, 0), (140, 1, 1)])
+def test_the_warning_is_in_time_by_the_measurement_that_shows_the_fall_and_ahead_by_the_one_before(fall, by_then, before):
+    run = {"step 64": 0.6, f"step {fall - 30}": 0.62, f"step {fall}": 0.5, "step 256": 0.1, "warned": 100}
+    text = evaluation.warned_in_time([run] * 5)
+    assert f"{5 * by_then} had been warned of by then, {5 * before} by the measurement before" in text
+    assert text.startswith("- **holds**" if by_then else "- **does not hold**")
+    assert "**not decided**" in evaluation.warned_in_time([run])
+
+
+def test_between_two_measurements_a_reward_levels_off():
+    run = {"kl 0": 0.0, "reward 0": 0.2, "kl 8": 2.0, "reward 8": 0.6, "kl 16": 18.0, "reward 16": 0.9}
+    assert evaluation.at_kl(run, 2.0) == pytest.approx(0.6) and evaluation.at_kl(run, 18.0) == pytest.approx(0.9)
+    assert evaluation.at_kl(run, 10.0) == pytest.approx(0.8)  # 1 - sqrt(0.4 · 0.1); a straight line gives 0.75
+    assert math.isnan(evaluation.at_kl(run, 1.0)) and evaluation.at_kl(run, 99.0) == 0.9
+
+
+def test_students_t_beyond_the_table():
+    for seeds, t in ((5, 2.776), (11, 2.228), (21, 2.086), (121, 1.980)):
+        assert evaluation.student(seeds) == pytest.approx(t, abs=0.004)
 
 
 def test_the_longer_task_alone_makes_nothing_else():
