@@ -55,7 +55,9 @@ def final_answer(text: str) -> str:
     for mark in ("####", r"(?i)answer(?:\s+is\b|\s*:)\s*:?"):
         parts = re.split(mark, text)
         if len(parts) > 1:
-            return " ".join(re.split(r"\.\s|\n", parts[-1].strip())[0].split())
+            tail = re.sub(r"(?i)^(final\s+)?answer[\s*:]+", "", parts[-1].strip(" \n\t*:"))  # "#### Final Answer:"
+            tail = re.sub(r"^(\\\[|\$\$)\s*", "", tail)  # a formula on lines of its own
+            return " ".join(re.split(r"\.\s|\n", tail)[0].split())
     return " ".join(text.strip().rpartition("\n")[2].split())
 
 
@@ -66,7 +68,7 @@ def same_answer(reference: str, answer: str) -> bool:
     expected, given = plain(reference), plain(answer)
     if all(re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", text) for text in (expected, given)):
         return Fraction(expected) == Fraction(given)
-    return expected == given or compare(reference, answer)
+    return expected == given or compare(reference, answer.strip(" *").removesuffix(".").strip(" *"))
 
 
 def plain(text: str) -> str:
