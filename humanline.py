@@ -43,6 +43,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -84,7 +85,7 @@ class Config:
     limit: int | None = None  # Read only this many rows of each source.
     eval_data: str | None = None  # Held-out rows, for --eval-every. Default: `embedded:test` with the embedded data.
     reward: tuple[str, ...] = ("exact",)
-    """A completion's reward: the weighted sum of one or more NAME[=WEIGHT]. `exact`: 1 if it equals the
+    """The reward of a drawn completion: the weighted sum of one or more NAME[=WEIGHT]. `exact`: 1 if it equals the
     row's `answer`; `math`: 1 if its final answer equals that, or the \\boxed{} of the row's `solution`; `model:NAME`:
     the output of a sequence classifier; `FILE.py:function`: your own function(prompts, completions, rows) -> list of
     floats, where prompts are lists of messages, rows dicts."""
@@ -137,7 +138,8 @@ class Config:
 
     on_collapse: Literal["warn", "stop", "restore"] = "warn"
     """If the preferred completions' log-prob falls so far that the run is collapsing: warn; stop, and save the current
-    weights as final; or restore: stop, and save those from about when that log-prob was highest."""
+    weights as final; or restore: stop, and save those from about when that log-prob was highest, in a resumed run
+    since then."""
 
     # The objectives' own knobs.
     beta: float = 0.1  # DPO and KTO: how strongly the policy is held to the reference.
@@ -187,7 +189,8 @@ class Config:
     adam_eps: float = 1e-8  # AdamW's epsilon. The authors' scripts use 1e-5.
     max_grad_norm: float = 1.0  # The gradient is scaled down to this norm where it is longer.
     max_length: int | None = None
-    """Longest prompt + completion, in tokens; longer examples are dropped. Default: the model's positions."""
+    """Longest prompt + completion, in tokens; longer examples are dropped; online, prompts that --max-new-tokens more
+    would make longer. Default: the model's positions."""
     max_prompt_length: int | None = None  # Longest prompt, in tokens; rows with longer ones are dropped.
     microbatch_tokens: int = 16384
     """Tokens, with padding, per forward and backward; lower it if training runs out of memory. Changes no result."""
@@ -384,41 +387,41 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 def staleness_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: Tensor, is_worse: Tensor,
                      mean_surprisal: float, in_pairs: bool = False) -> Tensor:
-    """max(0, 1 - rise / before) for each worse completion, 1 for the others. before: its surprisal under the sampler μ,
+    """max(0, 1 - rise / budget) for each worse completion, 1 for the others. budget: its surprisal under the sampler μ,
     -Σ_t log μ, or that of an average completion of its length if this is less, but at least 1 nat; rise: how far the
     policy's surprisal exceeds μ's, Σ_t (log μ - log π_θ).
 
     It scales the gradient of the log-ratio before any loss sees it. A completion as likely as under the sampler is
     pushed down with full weight; one that surprises the policy twice as much is let go, as online it would hardly be
     sampled. TOPR's weight, min(1, π_θ / μ) (Le Roux et al. 2025), lets go of a long completion at once, though the
-    policy still says much the same in other words. So the unit is the entropy of what the sampler writes: 1 nat where
+    policy still says much the same in other words. So the budget is the entropy of what the sampler writes: 1 nat where
     it is nearly sure, many where it writes freely. A mean over tokens would not do: many easy ones hide a wrong one.
 
-    A pair teaches by the difference of its two. What one of them teaches alone pulls the policy to or from one text: it
-    helps where before is 1 nat, the only right answer, and harms where it is 80, one text of many; so it counts
-    1 / before. As the rejected one's weight w fades, the chosen one's goes to w + (1 - w) / before; beside the prior's
-    empty completion they are w / before and 1 / before.
+    In a pair, as the rejected one's weight w fades, the chosen one's goes to w + (1 - w) / budget. For a chosen one
+    alone pulls the policy to one text. That helps where it is the only right answer (a budget of 1 nat), and harms
+    where it is one text of many (80). Beside the prior's empty completion a chosen one has the weight 1 / budget, and a
+    rejected one w / budget.
 
     Args:
         log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions; no gradient flows into it.
         sampler_logps: (N, T) log μ, zero at masked positions.
         mask: (N, T) booleans, True at completion tokens.
         is_worse: (N,) booleans: rejected, undesirable, or with a negative advantage.
-        mean_surprisal: of -log μ over all completion tokens of the batch, in nats: an estimate of μ's entropy.
+        mean_surprisal: of -log μ over the batch's tokens that are trained on, in nats: an estimate of μ's entropy.
         in_pairs: whether the rows are chosen, rejected, chosen, rejected, …
     Returns:
         (N, 1) weights from 0 to 1.
     """
     rise = -log_ratio_to_sampler.detach().sum(-1, keepdim=True)
-    before = -sampler_logps.sum(-1, keepdim=True)
-    before = torch.minimum(before, mean_surprisal * mask.sum(-1, keepdim=True)).clamp(min=1)
-    weight = (1 - rise / before).clamp(0, 1)
+    budget = -sampler_logps.sum(-1, keepdim=True)
+    budget = torch.minimum(budget, mean_surprisal * mask.sum(-1, keepdim=True)).clamp(min=1)
+    weight = (1 - rise / budget).clamp(0, 1)
     weight = torch.where(is_worse[:, None], weight, torch.ones_like(weight))
     if in_pairs:
         is_whole = mask.any(-1, keepdim=True)[0::2] & mask.any(-1, keepdim=True)[1::2]
         together = torch.where(is_whole, weight[1::2], 0.0)
-        weight[1::2] = torch.where(is_whole, weight[1::2], weight[1::2] / before[1::2])
-        weight[0::2] = together + (1 - together) / before[0::2]
+        weight[1::2] = torch.where(is_whole, weight[1::2], weight[1::2] / budget[1::2])
+        weight[0::2] = together + (1 - together) / budget[0::2]
     return weight
 
 def token_kl(log_ratio: Tensor) -> Tensor:
@@ -464,7 +467,7 @@ class LossInputs:
     """What a loss sees of a microbatch of N sequences. DPO: chosen, rejected, chosen, rejected, …"""
 
     log_ratio: Tensor  # (N, T) d to the reference, in nats; 0 outside the completions
-    perceived: Tensor  # (N, T) d̃, in nats
+    perceived: Tensor  # (N, T) d̃, in nats, of the same d unless `takes_old_policy`
     mask: Tensor  # (N, T) booleans, true at completion tokens
     advantages: Tensor  # (N,)
     is_chosen: Tensor  # (N,) booleans
@@ -484,6 +487,10 @@ def group_with_advantages(group: Group, config: Config, mean_reward: float) -> l
     advantages = group_advantages(rewards, ids, 0.01, config.scale_rewards, config.prior or 0.0, mean_reward).tolist()
     return [sequences_of(group, config, advantage=advantages, is_chosen=[advantage > 0 for advantage in advantages])]
 
+def is_same(reward: float, mean_reward: float) -> bool:
+    """Whether they differ by no more than the rounding of the mean."""
+    return math.isclose(reward, mean_reward, rel_tol=1e-9, abs_tol=1e-12)
+
 def best_against_worst(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
     """DPO: the best and the worst completion are a pair. If all rewards are equal: none, or with --prior the
     first one against an empty completion, which counts as having the mean reward."""
@@ -491,7 +498,7 @@ def best_against_worst(group: Group, config: Config, mean_reward: float) -> list
     best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
     chosen, rejected = sequences[best], sequences[worst]
     if rewards[best] == rewards[worst]:
-        if not config.prior or rewards[best] == mean_reward:
+        if not config.prior or is_same(rewards[best], mean_reward):
             return []
         empty = Sequence(group.prompt, [], group.row, sampler_logps=torch.zeros(0))
         chosen, rejected = (chosen, empty) if rewards[best] > mean_reward else (empty, rejected)
@@ -500,11 +507,12 @@ def best_against_worst(group: Group, config: Config, mean_reward: float) -> list
 
 def above_and_below_mean(group: Group, config: Config, mean_reward: float) -> list[list[Sequence]]:
     """KTO: each completion is an example; desirable are those above the group's mean, or labelled so. A group with
-    equal rewards gives none, except with --prior, which adds the mean of all groups to that mean."""
+    equal rewards gives none, except with --prior, which adds the mean of all groups, if it is another, to that mean."""
     rewards, prior = torch.tensor(group.rewards, dtype=torch.float64), config.prior or 0.0
     mean_of_both = float((rewards.sum() + prior * mean_reward) / (len(rewards) + prior))
     threshold = 0.5 if group.labelled else mean_of_both
-    if not group.labelled and not prior and rewards.max() == rewards.min():
+    is_equal = rewards.max() == rewards.min() and (not prior or is_same(group.rewards[0], mean_reward))
+    if is_equal and not group.labelled:
         return []
     is_chosen = [reward > threshold for reward in group.rewards]
     return [[sequence] for sequence in sequences_of(group, config, is_chosen=is_chosen)]
@@ -553,7 +561,7 @@ class Loss:
 
 LOSSES = {
     "grpo": Loss(grpo_of_inputs, group_with_advantages, "group", has_old_policy=True, clipped=grpo_clipped,
-                 # sampling's M_P and M_R are of all tokens
+                 # the M_P and M_R of --perception sample are of all tokens
                  is_idle=lambda s, config: not (s.advantage or config.kl_beta or config.perception == "sample")),
     "dpo": Loss(
         lambda x, config: dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta),
@@ -579,14 +587,13 @@ def train(config: Config) -> "Run":
             step_started, sample_seconds, about_rollouts = time.perf_counter(), 0.0, {}
 
             # Rollouts for the next steps, with rewards. The policy as it is now is their old policy.
-            if config.sample_every and step > run.batches.rollouts_until:
+            if config.sample_every and step > run.batches.made_until:
                 prompts = run.batches.next_prompts(step)
                 ahead = run.batches.next_prompts(step + config.sample_every) if config.draw_ahead else []
                 rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step, ahead=ahead)
                 run.batches.add_rollouts(rollouts)
                 sample_seconds = time.perf_counter() - step_started
-                about_rollouts = run.keep_rollouts("rollouts.jsonl", rollouts, run.rows, step, config.temperature,
-                                                   sample_seconds)
+                about_rollouts = run.keep_rollouts("rollouts.jsonl", rollouts, run.rows, step, config, sample_seconds)
                 reference.after_rollouts(step)
 
             # The batch, with its reference log-probs. The first reference is the initial policy.
@@ -598,7 +605,7 @@ def train(config: Config) -> "Run":
             # Forward, perceive, loss, backward, a microbatch at a time: right below.
             report = forward_backward(policy, batch, config)
 
-            # Clip, sync, step, in this order: the sync takes the policy before its update.
+            # Clip the gradient's norm, sync, step, in this order: the sync takes the policy before its update.
             grad_norm = float(full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)))
             run.stop_unless_finite(batch, report["loss"], grad_norm)
             k, most_drift = config.sync_k, config.sync_drift
@@ -630,7 +637,7 @@ def train(config: Config) -> "Run":
 
         run.saver.wait()
         if not run.stopped_at:
-            save_final(run.out / "final", policy, run.sampler.tokenizer, config)
+            save_final(run.out / "final", policy, run.sampler.tokenizer, config, run.ended)
         if world_size() > 1:
             dist.barrier()  # no rank leaves while another still writes
     return run
@@ -732,7 +739,7 @@ def logits_temperature(config: Config) -> float:
     return config.temperature if config.sample_every else 1.0
 
 def perceive(log_ratio: Tensor, sequences: list[Sequence], config: Config) -> tuple[Tensor, Tensor]:
-    """d̃, and a boolean (N, T) tensor of what passes a gradient."""
+    """d̃, and a boolean (N, T) tensor of what passes a gradient. Row i is of sequences[i]."""
     if config.perception == "clip":
         passes = (log_ratio >= config.log_eps_p) & (log_ratio <= config.log_eps_r)
         return humanline_clip(log_ratio, config.log_eps_p, config.log_eps_r), passes
@@ -761,7 +768,8 @@ def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, confi
     `logp_wanted`: `logp` of the chosen, desirable or positive-advantage completions. `reward_margin`: the mean β Σ d̃
     of the chosen completions minus that of the others. `stale_weight`: the mean `staleness_weight` of the worse
     completions; near 0 the data have little left to teach. `no_difference`: the fraction of the step's groups whose
-    rewards are all equal. With --sampler: `lag`, the optimizer steps since the sampler got its weights, and
+    rewards are all equal; `reward`: these groups' mean, of rollouts or of the data. `z0`: KTO's reference point, in
+    nats. With --sampler: `lag`, the optimizer steps since the sampler got its weights, and
     `sampler_gap`, |log π_θ - log μ|, which at lag 0 is the mismatch of sampler and trainer.
     """
     loss, lengths = LOSSES[config.loss], [len(s.completion) for s in batch.sequences]
@@ -883,6 +891,10 @@ class Run:
             self.before, self.latest = self.before or before, of_line or self.latest or before
             self.collapse(line)
             self.health(line)
+        if config.on_collapse != "warn":
+            self.collapse.warned = False  # so that a resumed run ends where it goes on collapsing
+        if checkpoint and config.on_collapse == "restore":
+            self.keep_weights(first - 1)
         self.progress = tqdm(range(first, config.steps + 1), desc=config.loss, initial=first - 1, total=config.steps,
                              unit="step", dynamic_ncols=True, **(dict(disable=True) if rank() else {}))
 
@@ -896,13 +908,13 @@ class Run:
             sampling = dataclasses.replace(config, temperature=temperature, top_p=top_p)
             rollouts = self.sampler.draw_rollouts(self.eval_groups, self.eval_rows, samples, 500_000 + step, sampling)
             if name == "accuracy":
-                self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step, temperature)
+                self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step, sampling)
             if any(reward not in (0, 1) for group in rollouts for reward in group.rewards):
                 self.measured = "mean reward"
             values[name] = sum(sum(group.rewards) for group in rollouts) / (len(rollouts) * samples)
         return values
 
-    def keep_rollouts(self, name: str, rollouts: list[Group], rows: list["Row"], step: int, temperature: float,
+    def keep_rollouts(self, name: str, rollouts: list[Group], rows: list["Row"], step: int, sampling: Config,
                       seconds: float = math.inf) -> dict[str, float]:
         """Append rollouts to a file of the run, one line per completion, which --data can read; print a prompt's best
         and worst one, at most every ten seconds; return their metrics. seconds: how long sampling took."""
@@ -914,7 +926,8 @@ class Run:
                 lines.append(dict(
                     step=step, row=group.row, prompt_id=f"{step}-{number}", prompt=rows[group.row].prompt,
                     completion=texts[i], reward=group.rewards[i], rewards=dict(zip(names, group.parts[i])),
-                    truncated=ids[-1] not in sampler.stops, tokens=ids, logps=group.logps[i], temperature=temperature))
+                    truncated=ids[-1] not in sampler.stops, tokens=ids, logps=group.logps[i],
+                    temperature=sampling.temperature, top_p=sampling.top_p))
         if rank() == 0 and self.config.rollouts:
             with open(self.out / name, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -964,11 +977,15 @@ class Run:
         shown = {name: line.get(name) for name in ("loss", "reward", "unclamped")}
         shown[self.measured] = self.latest.get("accuracy")
         shown = {name: f"{value:.3f}" for name, value in shown.items() if value is not None}
-        if self.config.on_collapse == "restore" and self.collapse.is_best and line["step"] % 16 == 0:
-            weights = [local_part(p.detach()).to("cpu", copy=True) for p in trained(self.policy).values()]
-            self.kept = line["step"], weights
+        is_kept = self.config.on_collapse == "restore" and self.collapse.is_best
+        if is_kept and (not self.kept or line["step"] % 16 == 0):
+            self.keep_weights(line["step"])
         speed = f"{line['tokens'] / line['step_seconds']:.0f}"
         self.progress.set_postfix(shown | {"tokens/s": speed}, refresh=False)
+
+    def keep_weights(self, step: int) -> None:
+        """Those after this step, for `end_early`."""
+        self.kept = step, [local_part(p.detach()).to("cpu", copy=True) for p in trained(self.policy).values()]
 
     def end_early(self, step: int) -> None:
         """The run has come apart: end it here, or with the weights that were kept when all was well."""
@@ -978,7 +995,7 @@ class Run:
             torch._foreach_copy_([local_part(p.detach()) for p in trained(self.policy).values()], weights)
             if self.sampler.external:
                 self.sampler.external.changed = True
-        self.latest = self.measure(step)
+        self.latest = self.measure(step + 1)  # a number that no samples have yet
         warn(f"--on-collapse {self.config.on_collapse}: the run ends, and its model is that of step {self.ended}")
 
 class Collapse:
@@ -986,7 +1003,7 @@ class Collapse:
 
     While a run learns, their mean -log π_θ falls. Once its mean over 12 steps rises to twice its minimum, and at least
     0.3 nats per completion above it, the policy unlearns preferred completions along with the others, and its rewards
-    fall next: `python eval.py reproduce` counts how often that is right.
+    fall with it: `python eval.py reproduce` counts how often that is right.
     """
 
     def __init__(self):
@@ -1005,7 +1022,8 @@ class Collapse:
         if not self.warned:
             return ""
         return (f"the completions that the loss wants likelier fell from {self.best:.2f} to {now:.2f} nats: "
-                "the run may be coming apart; try a lower --lr, fewer syncs or fresher rollouts (--sample-every)")
+                "the run may be coming apart; try --stale taper --prior 1, a lower --lr, fewer syncs or fresher "
+                "rollouts (--sample-every)")
 
 class Health:
     """Whether there is something to learn from, told from what a step reports; each warning comes once in a run."""
@@ -1025,13 +1043,13 @@ class Health:
                 line.get("truncated", 0) > 0.5,
             "for 8 steps more than 80 % of the groups had no difference in their rewards, and taught nothing; take "
             "easier or harder prompts, a larger --group-size, or a reward with more steps": self.equal_steps == 8,
-            "the entropy has fallen below a tenth of its start, the policy says one thing only; try a lower --lr, a "
-            "--kl-beta, or fewer steps": entropy < self.first_entropy / 10 and self.first_entropy > 0.2,  # nats
+            "the entropy has fallen below a tenth of its start, the policy says one thing only; try a lower --lr "
+            "or fewer steps": entropy < self.first_entropy / 10 and self.first_entropy > 0.2,  # nats
             "the sampler's log-probs are more than 0.05 nats per token from the policy's, of the same weights; compare "
             "the dtypes and versions of the two (a --top-p below 1 sets them apart, too)":
                 line.get("lag") == 0 and line["sampler_gap"] > 0.05,
             "every completion that was drawn has the same reward; look at rollouts.jsonl and at --reward":
-                line.get("reward_std") == 0,
+                line.get("reward_std", 1) < 1e-9,
             "no group of this batch has a difference, so that nothing was learned": no_difference == 1}
         found = [text for text, is_so in reasons.items() if is_so and text not in self.warned]
         self.warned |= set(found)
@@ -1128,7 +1146,7 @@ def locked(folder: Path, flags: int = 0) -> Iterator[None]:
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
     """SIGTERM, SIGHUP and Ctrl-C become entries of a list: stop after this step. A second Ctrl-C stops at once."""
-    received, handlers = [], {}
+    received: list[int] = []
 
     def note(number: int, _: Any) -> None:
         received.append(number)
@@ -1137,14 +1155,11 @@ def stop_signals() -> Iterator[list[int]]:
         if number == signal.SIGINT and world_size() == 1:
             signal.signal(number, signal.default_int_handler)
 
-    if threading.current_thread() is threading.main_thread():
-        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-        handlers = {number: signal.signal(number, note) for number in signals}
-    try:
+    with contextlib.ExitStack() as handlers:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                handlers.callback(signal.signal, number, signal.signal(number, note))
         yield received
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 # ---------- Models ----------------------------------------------------------------------------------------------------
 
@@ -1212,7 +1227,9 @@ def load_policy(config: Config, device: torch.device, has_weights: bool = True) 
             require(not missing, f"--model {base}: its files lack {', '.join(missing[:3])}, which would be random")
             if base != name and not config.lora and has_weights:
                 from peft import PeftModel
-                policy = PeftModel.from_pretrained(policy, name).merge_and_unload().requires_grad_(True)
+                adapted = PeftModel.from_pretrained(policy, name)
+                check_mergeable(adapted, f"--model {name}")
+                policy = adapted.merge_and_unload().requires_grad_(True)
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence token, so "
                 "completions could not end; set eos_token in tokenizer_config.json")
         if config.dtype == "auto":
@@ -1252,6 +1269,12 @@ def base_of(name: str) -> str:
     from peft import PeftConfig
     return PeftConfig.from_pretrained(name).base_model_name_or_path
 
+def check_mergeable(model: Module, what: str) -> None:
+    """Raises UserError where merging adapters of the input embeddings would change an output head tied to them."""
+    is_tied = model.config.get_text_config().tie_word_embeddings
+    require(not is_tied or not hasattr(model.get_input_embeddings(), "lora_embedding_A"), f"{what}: adapters of the "
+            "input embeddings cannot be merged, as this model's output head has the same weights; leave them out")
+
 def add_adapters(policy: Module, folder: str | None, config: Config) -> None:
     """Freeze the policy, and put adapters to be trained beside its layers: new ones, which change nothing yet, or those
     of a peft folder. So the initial policy is the policy with the adapters as they are now, and needs no copy."""
@@ -1261,12 +1284,17 @@ def add_adapters(policy: Module, folder: str | None, config: Config) -> None:
                       target_modules="all-linear" if targets == ["all-linear"] else targets)
     if folder is not None:
         lora = PeftConfig.from_pretrained(folder)
+        require(isinstance(lora, LoraConfig), f"--model {folder}: its adapters are not LoRA's; try it without --lora")
         require((lora.r, lora.lora_alpha) == (config.lora, config.lora_alpha) and targets == ["all-linear"],
                 f"--model {folder}: its adapters go on with --lora {lora.r} --lora-alpha {lora.lora_alpha} and no "
                 "--lora-targets; others begin on the folder that --merge writes")
     with explained("--lora-targets", "name linear layers of the model"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(config.seed, "lora"))
-        policy.load_adapter(folder, is_trainable=True) if folder else policy.add_adapter(lora)
+        loaded = policy.load_adapter(folder, is_trainable=True) if folder else policy.add_adapter(lora)
+    lacking = sorted(getattr(loaded, "missing_keys", None) or ())  # such as the magnitudes of DoRA
+    require(not lacking, f"--model {folder}: its adapters' {', '.join(lacking[:2])} would begin anew; merge them first")
+    if config.merge:
+        check_mergeable(policy, "--lora-targets")
     require(not hasattr(policy.get_output_embeddings(), "lora_A"),
             "--lora-targets: the output head takes no adapter; name layers below it")
     for p in policy.parameters():
@@ -1363,23 +1391,30 @@ class Row:
     logps: list[list[float]] = dataclasses.field(default_factory=list)  # log μ of those tokens, or empty
     passes: float = 1.0  # how often it comes in one pass over the data
 
+def split_passes(spec: str) -> tuple[str, str]:
+    """NAME[:[CONFIG:]SPLIT][=PASSES] -> the part before its last =, and PASSES or "". Folders may have a = in them."""
+    name, _, passes = spec.rpartition("=")
+    return (spec, "") if not name or "/" in passes or Path(spec).exists() else (name, passes)
+
 def source_name(spec: str) -> str:
     """The NAME of NAME[:[CONFIG:]SPLIT][=PASSES]."""
-    return spec.split("=")[0].split(":")[0]
+    return split_passes(spec)[0].split(":")[0]
 
 def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
     """Read NAME[:[CONFIG:]SPLIT][=PASSES] and check every row; raises UserError naming the first bad one."""
-    name, _, passes = spec.partition("=")
+    name, passes = split_passes(spec)
     require(re.fullmatch(r"\d*\.?\d+", passes or "1"),
             f"{flag} {spec}: '{passes}' is no number of passes; for two passes over its rows write {name}=2")
     source, rows, first_of_prompt, dropped = f"{flag} {name}", [], {}, 0
     for number, fields in enumerate(itertools.islice(read_table(name, source), config.limit), 1):
+        require(isinstance(fields, dict), f"{source} row {number}: not a JSON object")
         row = read_row(fields, f"{source} row {number}", config)
         if row is None:
             dropped += 1
             continue
         prompt_id = fields.get("prompt_id")
         if prompt_id is not None and len(row.rewards) == 1 and not row.labelled:  # HALOs: a group as several rows
+            prompt_id = f"{prompt_id} {row.prompt}"  # of several runs, one id may be of several prompts
             if prompt_id in first_of_prompt:
                 for name in ("completions", "rewards", "tokens", "logps"):
                     getattr(first_of_prompt[prompt_id], name).extend(getattr(row, name))
@@ -1430,9 +1465,7 @@ def read_text_table(path: Path, kind: str, source: str) -> Iterator[dict]:
             return
     for number, line in enumerate(filter(bytes.strip, open(path, "rb")), 1):
         with explained(f"{source} row {number}: not JSON", "mend the row or remove it"):
-            fields = json.loads(line)
-        require(isinstance(fields, dict), f"{source} row {number}: not a JSON object")
-        yield fields
+            yield json.loads(line)
 
 # Our names for what data sets call otherwise: Alpaca, MATH, GSM8K, UltraFeedback-ArmoRM, HALOs. For others add a line.
 PUBLISHED = (
@@ -1466,7 +1499,7 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         require(key in known, f"{where}: no '{key}'; {kind} needs it")
         return known[key]
 
-    given = read_messages(known["prompt"], "prompt", where)[-1]["content"] if "prompt" in known else None
+    given = read_messages(known["prompt"], "prompt", where) if "prompt" in known else None
     pair = [known[key] for key in ("chosen", "rejected") if key in known]
     has_dialogues = any(isinstance(answer, list) and len(answer) > 1 for answer in pair)
     if len(pair) == 2 and (has_dialogues or given is None):
@@ -1475,9 +1508,12 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
             return None
         known |= dialogues
     prompt = read_messages(need("prompt", "every row"), "prompt", where)
-    require(given is None or given.strip() in [turn["content"].strip() for turn in prompt],
+    has = {turn["content"].strip() for turn in prompt}
+    require(given is None or {turn["content"].strip() for turn in given} <= has,
             f"{where}: 'prompt' is not among the turns before the answers in 'chosen'; remove one of the two")
-    if config.prompt_template is not None:
+    tokens, logps = fields.get("tokens"), fields.get("logps")
+    is_rollout = isinstance(tokens, list) and isinstance(logps, list) and "completion" in known
+    if config.prompt_template is not None and not is_rollout:  # whose prompt has it already
         values = fields | dict(prompt=prompt[-1]["content"])
         prompt[-1]["content"] = re.sub(r"\{(\w+)\}", lambda name: str(values.get(name[1], name[0])),
                                        config.prompt_template)
@@ -1503,11 +1539,12 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         key = "scores" if "scores" in known else "reward"
         require(is_number, f"{where}: '{key}' holds {value!r}; it must be a finite number")
     completions = []
-    tokens, logps = fields.get("tokens"), fields.get("logps")
-    if isinstance(tokens, list) and isinstance(logps, list) and "completion" in known:  # of a rollouts.jsonl
-        require(0 < len(tokens) == len(logps) and all(isinstance(token, int) for token in tokens),
-                f"{where}: 'tokens' and 'logps' must be lists of one length")
-        known_logps = [logps] if fields.get("temperature", 1) == 1 else []  # offline, log π_θ is of temperature 1
+    if is_rollout:
+        require(0 < len(tokens) == len(logps) and all(isinstance(token, int) and token >= 0 for token in tokens)
+                and all(isinstance(value, (int, float)) for value in logps),
+                f"{where}: 'tokens' and 'logps' must be lists of one length, of token ids and of numbers")
+        is_whole = fields.get("temperature", 1) == fields.get("top_p", 1) == 1  # as log π_θ is, offline
+        known_logps = [logps] if is_whole else []
         return Row(where, prompt, fields, [known["completion"]], [float(rewards[0])], labelled, [tokens], known_logps)
     for key, answer in answers:  # text, an assistant's message, or a dialogue that ends in one
         last = read_messages(answer, key, where)[-1]
@@ -1536,7 +1573,7 @@ def read_messages(value: Any, key: str, where: str) -> list[dict]:
     if isinstance(value, str):
         turns, roles = re.split(r"\n\n(Human|Assistant): ?", value), dict(Human="user", Assistant="assistant")
         messages = [dict(role=roles[role], content=text.strip()) for role, text in zip(turns[1::2], turns[2::2])]
-        if key == "prompt" or len(messages) < 2:
+        if key == "prompt" or turns[0].strip() or len(messages) < 2:
             messages = [dict(role="user" if key == "prompt" else "assistant", content=value)]
     else:
         require(isinstance(value, list) and all(map(is_message, value)),
@@ -1544,6 +1581,8 @@ def read_messages(value: Any, key: str, where: str) -> list[dict]:
         messages = [dict(role=message["role"], content=message["content"]) for message in value]
     text = value if isinstance(value, str) else messages[-1]["content"] if messages else ""
     require(text.strip(), f"{where}: '{key}' is empty; fill it or remove the row")
+    require(not any(re.search("[\ud800-\udfff]", message["content"]) for message in messages),
+            f"{where}: '{key}' holds half of a character (a lone surrogate); mend or remove the row")
     return messages
 
 def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", online: bool = False) -> list[Group]:
@@ -1561,30 +1600,35 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
                  "adds them where they belong")
             break
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
-    sampled = [ids for row in rows for ids in row.tokens]  # another tokenizer's are not taken
-    is_ours = max((max(ids) for ids in sampled), default=0) < len(tokenizer) and tokenizer.batch_decode(
-        sampled, skip_special_tokens=True) == [text for row in rows if row.tokens for text in row.completions]
-    groups, long_prompts, long_completions, chance = [], 0, 0, random.Random(config.seed)
+    groups, foreign, long_prompts, long_completions, chance = [], 0, 0, 0, random.Random(config.seed)
     for number, (row, prompt) in enumerate(zip(rows, prompts)):
         completions = [[*itertools.takewhile(lambda token: token != end, next(encoded)), end] for _ in row.completions]
-        if row.tokens and is_ours:
+        is_ours = bool(row.tokens) and max(map(max, row.tokens)) < len(tokenizer) and (
+            tokenizer.batch_decode(row.tokens, skip_special_tokens=True) == row.completions)
+        if is_ours:
             completions = row.tokens
+        foreign += bool(row.tokens) and not is_ours
         require(prompt, f"{row.where}: the tokenizer makes no tokens of the prompt; is it the model's own?")
-        if config.max_prompt_length and len(prompt) > config.max_prompt_length:
+        room = config.max_new_tokens if online or not completions else 1
+        too_long = online and config.max_length and len(prompt) + room > config.max_length
+        if too_long or (config.max_prompt_length and len(prompt) > config.max_prompt_length):
             long_prompts += 1
             continue
-        room = config.max_new_tokens if online or not completions else 1
         require(len(prompt) + room <= longest,
                 f"{row.where}: a prompt of {len(prompt)} tokens and a completion of {room} exceed the model's "
-                f"{longest} positions; shorten it, or drop such rows with --max-prompt-length {max(1, longest - room)}")
+                f"{longest} positions; " + ("shorten it, or drop such rows with --max-prompt-length "
+                f"{longest - room}" if room < longest else "choose a smaller --max-new-tokens"))
         limit = min(longest, config.max_length or longest) - len(prompt)
         short = [i for i, completion in enumerate(completions) if len(completion) <= limit]
         long_completions += len(completions) - len(short)
         if len(short) == len(completions) or len(short) > 1 or online:
             completions, rewards = [completions[i] for i in short], [row.rewards[i] for i in short]
-            logps = [row.logps[i] for i in short] if is_ours and 0 < len(row.tokens) == len(row.logps) else []
+            logps = [row.logps[i] for i in short] if is_ours and len(row.tokens) == len(row.logps) else []
             times = int(row.passes) + (chance.random() < row.passes % 1)  # a fraction is that share of the groups
             groups += itertools.repeat(Group(number, prompt, completions, rewards, row.labelled, logps=logps), times)
+    if foreign:
+        warn(f"{flag}: the tokens of {foreign} rows are not what this tokenizer makes of their text, which is taken "
+             "instead, with an end; so their sampler is unknown")
     if long_prompts or long_completions:
         dropped = f"{long_prompts} prompts and {long_completions} completions"
         warn(f"{flag}: dropped {dropped} as over-long; see --max-length")
@@ -1653,7 +1697,6 @@ class Batches:
                 rows.update(array.array("d", [len(numbers), *numbers]).tobytes())
         self.fingerprint = rows.hexdigest()
         self.made_until = 0  # the last step whose batch has been made
-        self.rollouts_until = 0  # online: the last step whose completions have been drawn
         self.drawn_ahead: list | None = None  # --draw-ahead: the completions of the drawing after that
         # A prompt gives one unit, or where units are examples as many as its group has.
         per_prompt = config.group_size if self.loss.unit == "example" else 1
@@ -1695,7 +1738,6 @@ class Batches:
         for start in range(0, len(rollouts), self.prompts_per_step):
             here = slice(start, start + self.prompts_per_step)
             self.add([*itertools.chain(*units[here])][: self.config.batch_size], rollouts[here])
-        self.rollouts_until = self.made_until
 
     def make_offline(self, until: int) -> None:
         """Offline: make the batches up to the step `until`."""
@@ -2060,7 +2102,9 @@ class Reward:
     def __init__(self, spec: str, config: Config, device: torch.device):
         self.config, (self.name, self.weight) = config, split_reward(spec)
         self.process, self.worked, self.failure = None, False, ""
-        self.short_name = re.split("[:/]", self.name)[-1]  # in the metrics
+        ends = [re.split("[:/]", split_reward(other)[0])[-1] for other in config.reward]
+        end = re.split("[:/]", self.name)[-1]
+        self.short_name = end if ends.count(end) == 1 else self.name  # in the metrics
         path, _, function = self.name.rpartition(":")
         advice = {"model": "name a Hugging Face sequence classifier, or a local folder that holds one",
                   "": "put the project's configs/math_reward.py beside humanline.py"}
@@ -2292,13 +2336,14 @@ class Reference:
     def sync(self, step: int) -> None:
         """π_ref ← π_θ, for the steps after `step`."""
         if self.copies:
-            targets, alpha = self.weights if self.model is None else self.model.parameters(), self.config.sync_alpha
+            targets = self.weights if self.model is None else self.model.parameters()
+            alpha = self.config.sync_alpha if self.syncs else 1  # else it becomes the old policy, whole
             with torch.no_grad():
                 for target, value in zip(map(local_part, targets), trained(self.policy).values()):
                     value = local_part(value).to(target.device)
                     target.lerp_(value, alpha) if alpha < 1 else target.copy_(value)
             return
-        known_until = self.batches.rollouts_until if self.config.sample_every else self.config.steps
+        known_until = self.batches.made_until if self.config.sample_every else self.config.steps
         self.until = self.config.steps if self.syncs else known_until
         if self.config.sync_k:
             self.until = min(self.until, step - step % self.config.sync_k + self.config.sync_k)
@@ -2318,7 +2363,7 @@ class Reference:
     def after_rollouts(self, step: int) -> None:
         """Batches from `step` on have new rollouts: compute their log-probs under the old policy (the policy as it is
         now) and the reference, up to its next sync. With rollouts for one step the old policy is the policy; d = 0."""
-        until = self.batches.rollouts_until
+        until = self.batches.made_until
         if self.apart and until > step:
             self.attach_to_pending("old_logps", step, until)
         if not self.apart and not self.syncs and (self.copies or until > step):
@@ -2359,7 +2404,7 @@ class Reference:
 def is_copied(config: Config) -> bool:
     """Whether the reference is a copy, and does not look ahead."""
     # With rollouts at every step each sync would put the weights aside.
-    needs_copy = config.sync_drift or config.sync_alpha < 1 or (is_synced(config) and config.sample_every == 1)
+    needs_copy = is_synced(config) and (config.sync_drift or config.sync_alpha < 1 or config.sample_every == 1)
     is_asked = config.kl_beta or not takes_old_policy(config)
     return bool(is_asked and (config.ref == "copy" or (config.ref == "auto" and needs_copy)))
 
@@ -2746,8 +2791,7 @@ class Saver:
             with reference.borrowed_weights():
                 files["reference"] = self.copy("reference", parameters)
         state = dict(step=step, base=getattr(policy, "base_hash", None), reference_until=reference.until,
-                     made_until=batches.made_until, rollouts_until=batches.rollouts_until,
-                     settings=dict(vars(self.config)), data=batches.fingerprint,
+                     made_until=batches.made_until, settings=dict(vars(self.config)), data=batches.fingerprint,
                      batches=[snapshot(batch) for batch in batches.pending], drawn_ahead=batches.drawn_ahead)
         if rank() == 0:
             self.writing = self.writer.submit(self.write, self.folder / f"step-{step:08d}", files, state)
@@ -2859,7 +2903,7 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         moments = optimizer.state[parameters[name]]
         moments[key] = torch.zeros_like(parameters[name]) if value.dim() else value.to(policy.device)
         copy_full(moments[key], value)
-    batches.made_until, batches.rollouts_until = state["made_until"], state["rollouts_until"]
+    batches.made_until = state["made_until"]
     batches.pending = deque(restore_batch(batch) for batch in state["batches"])
     batches.drawn_ahead = state["drawn_ahead"]
     reference.until = state["reference_until"]
@@ -2913,11 +2957,11 @@ def write_weights(path: Path, policy: Module, tokenizer: Any, dtype: str) -> Non
 
     from_first_rank(write)
 
-def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> None:
+def save_final(path: Path, policy: Module, tokenizer: Any, config: Config, steps: int) -> None:
     """An ordinary Hugging Face folder, or with --lora a peft folder, unless --merge."""
     weights = whole_weights(policy, trained(policy) if config.lora else None)
 
-    def write(path: Path) -> None:
+    def write(path: Path, config: Config) -> None:
         with new_folder(path, hashed=False) as folder:
             policy.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
@@ -2927,17 +2971,18 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> No
                 load_policy(plain, torch.device("cpu"))[0].save_pretrained(folder)
                 for file in folder.glob("adapter_*"):
                     file.unlink()
-            words = in_words(config) | dict(library="peft" if config.lora and not config.merge else "transformers")
+            library = "peft" if config.lora and not config.merge else "transformers"
+            words = in_words(config) | dict(steps=steps, library=library)
             card = MODEL_CARD.format(**vars(config) | words, settings=to_toml(config))
             (folder / "README.md").write_text(card, encoding="utf-8")
 
     if rank() == 0:
         try:
-            write(path)
+            write(path, config)
         except Exception as error:  # safetensors has an exception of its own for a full disk
             rescue = Path(tempfile.mkdtemp(prefix="humanline-"), "final")
             with contextlib.suppress(Exception):
-                write(rescue)
+                write(rescue, dataclasses.replace(config, merge=False))  # what failed may be the merging
             where = f"the model is in {rescue}" if rescue.exists() else f"nor {rescue}; the weights are lost"
             raise OSError(f"could not write {path} ({error}); {where}") from error
 
@@ -3039,7 +3084,8 @@ def parse_flags(args: list[str], default: Any = tyro.MISSING_NONPROP, source: st
             raise
         inside = complaint.getvalue().split("helptext:")[0].partition("\n")[2]
         text = " ".join(re.sub("[│╭╮╰╯─]|-{3,}", " ", inside).split())
-        text = re.sub(r" (Argument|For full helptext).*$", "", text)
+        text = re.sub(r" (Argument|For full helptext).*$|no type matching .*<class '\w+'>: ", "", text)
+        text = re.sub(r" Perhaps you meant: (--[\w-]+).*$", r"; did you mean \1?", text)
         raise UserError(f"{source}{text}; see --help") from None
 
 def read_config(path: str) -> Config:
@@ -3149,7 +3195,8 @@ def in_words(config: Config) -> dict[str, str]:
     more += [f"a prior of {config.prior:g}"] if config.prior else []
     base = config.model if on_hub(config.model) else re.sub(r"[^\w.-]+", "-", Path(config.model).name)  # no path
     return dict(objective=", ".join([objective[syncs, config.perception != "none"], *more]), anchor=anchor, base=base,
-                sources=" ".join(config.data), perceived=perceptions.get(config.perception, "nothing"))
+                sources=" ".join(config.data), perceived=perceptions.get(config.perception, "nothing"),
+                more="".join(f"; {words}" for words in more))
 
 def describe(config: Config, policy: Module, groups: list[Group], reference: Reference, first: int) -> None:
     """Say what is about to be done."""
@@ -3165,7 +3212,7 @@ def describe(config: Config, policy: Module, groups: list[Group], reference: Ref
     some = f", {adapters / 1e6:.2f} M of them in adapters of rank {config.lora}" if config.lora else ""
     print(f"model       {config.model}, {size / 1e6:.2f} M parameters{some} on {policy.device}\n"
           f"data        {words['sources']}, {len(groups):,} prompts; completions {source}\n"
-          f"objective   {config.loss}; {words['anchor']}{by}; perception: {words['perceived']}\n"
+          f"objective   {config.loss}; {words['anchor']}{by}; perception: {words['perceived']}{words['more']}\n"
           f"steps       {first} to {config.steps}, batches of {config.batch_size}, lr {config.lr:g}", flush=True)
 
 def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
@@ -3185,6 +3232,8 @@ def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
         f"the clip {clip} does not hold 0, where a log-ratio begins, so no token passes a gradient then":
             config.perception == "clip" and not config.log_eps_p < 0 < config.log_eps_r,
         f"{', '.join(idle)} acts with --loss grpo alone": idle,
+        "--reward is of what is drawn; without --sample-every and --eval-data nothing is":
+            "reward" not in config.untyped and not config.sample_every and config.eval_data is None,
         f"{config.steps} steps of {config.batch_size} go through the data {passes:.0f} times": units and passes > 10,
         f"{ended}: its prompt ends in the assistant's turn, which the completion then follows": ended,
         "--limit also cuts the held-out rows": config.limit and config.eval_data and config.limit < config.eval_prompts,
@@ -3194,15 +3243,19 @@ def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
 
 def last_line(run: Run) -> str:
     """What was gained, in one sentence, and what to type next."""
-    config, again = run.config, f"python humanline.py --config {run.out / 'config.toml'}"
+    config = run.config
+    is_ours = getattr(LOSSES[config.loss].compute, "__module__", None) == __name__  # else the user's script knows it
+    script, quote = "humanline.py" if is_ours else Path(sys.argv[0]).name, lambda path: shlex.quote(str(path))
+    again = f"python {script} --config {quote(run.out / 'config.toml')}"
     if run.stopped_at:
-        resume = f"{again} --out {run.out} --resume latest"
+        resume = f"{again} --out {quote(run.out)} --resume latest"
         return f"stopped after step {run.stopped_at} of {config.steps}, saved; go on with: {resume}"
     gained, seconds = "", time.perf_counter() - run.started
     if run.before:
-        changes = {name: f"from {value:.3f} to {run.latest[name]:.3f}" for name, value in run.before.items()}
+        changes = {name: f"from {value:.3f} to {run.latest[name]:.3f}" for name, value in run.before.items()
+                   if name in run.latest}  # a resumed run may measure other things
         greedy = f", greedy {changes['greedy']}" if "greedy" in changes else ""
-        gained = f"{run.measured} on held-out prompts went {changes['accuracy']}{greedy}: "
+        gained = f"{run.measured} on held-out prompts went {changes['accuracy']}{greedy}: " if changes else ""
     return (f"{gained}{in_words(config)['objective']}, {run.ended} steps in {seconds:.0f} s; the model is in "
             f"{run.out / 'final'}; compare with: {again} {'--no-humanline' if config.humanline else '--humanline'}")
 

@@ -213,7 +213,7 @@ GROUP = {"prompt": "a", "completions": ["b", "c"], "scores": [1, 0]}
 BAD_FLAGS = [
     ("--sync-k -1", r"--sync-k is -1; it must be 0 or more"),
     ("--sync-k 1.5", r"--sync-k.*1\.5"),
-    ("--sinc-k 3", r"--sinc-k.*--sync-k"),
+    ("--sinc-k 3", r"--sinc-k, 3; did you mean --sync-k\?; see --help$"),  # without that flag's own help
     ("--loss ppo", r"--loss ppo: did you mean 'dpo'\?"),
     ("--loss zpo", r"--loss zpo: did you mean 'dpo'\?"),
     ("--loss grop", r"--loss grop: did you mean 'grpo'\?"),
@@ -223,7 +223,7 @@ BAD_FLAGS = [
     ("--kl-beta 0.1 --loss kto", r"--kl-beta 0\.1: only GRPO has a KL term; leave it out"),
     ("--kl-beta 0.1 --loss dpo --sample-every 4", r"--kl-beta 0\.1: only GRPO has a KL term"),
     ("--lr", r"--lr"),
-    ("--lr fast", r"--lr.*'fast'"),
+    ("--lr fast", r"--lr: could not convert string to float: 'fast'; see --help$"),
     ("--lr 0", r"--lr is 0\.0; it must be above 0"),
     ("--lr nan", r"--lr is nan; it must be above 0"),
     ("--log-eps-p 2", r"--log-eps-p 2\.0 is not below --log-eps-r 1\.5"),
@@ -268,6 +268,10 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
     ("grpo", [GROUP, dict(GROUP, scores=[1, "high"])], r"row 2: 'scores' holds '.*high.*'; it must be a finite number"),
     ("grpo", [GROUP, dict(GROUP, scores=[1, None])], r"row 2: 'scores' holds None; it must be a finite number"),
     ("grpo", [GROUP, dict(GROUP, completions=["b"], scores=[1])], r"row 2: a group of 1; a scored group needs two"),
+    ("kto", [dict(prompt="a", completion="b", reward=1, tokens=[5, -3], logps=[-1, -1])],
+     r"row 1: 'tokens' and 'logps' must be lists of one length, of token ids and of numbers"),
+    ("kto", [dict(prompt="a", completion="b", reward=1, tokens=[5, 3], logps=[-1, None])],
+     r"row 1: 'tokens' and 'logps' must be lists of one length, of token ids"),
     ("grpo", [GROUP, dict(GROUP, scores=[1, 0, 1])], r"row 2: 'completions' and 'scores' must be lists of one length"),
     ("grpo", [{"prompt": "a", "answer": "b"}], r"prompts without completions; draw them with --sample-every 1"),
     ("grpo --sample-every 1", [{"prompt": "a"}], r"row 1: no 'answer'; --reward exact"),

@@ -202,6 +202,55 @@ def test_hh_rlhf_rows_that_differ_before_the_last_turn_or_end_without_an_answer_
     assert len(rows) == 1 and "dropped 3 rows whose dialogues differ before" in capsys.readouterr().err
 
 
+def test_a_path_may_have_an_equals_sign(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1e-6").mkdir()
+    write_jsonl(tmp_path / "lr=1e-6" / "pairs=2.jsonl", rows_of("pairs"))
+    for spec, passes in (("lr=1e-6/pairs=2.jsonl", 1), ("lr=1e-6/pairs=2.jsonl=3", 3)):
+        rows = humanline.read_rows(spec, Config(), "--data")
+        assert len(rows) == len(rows_of("pairs")) and {row.passes for row in rows} == {passes}
+    assert not humanline.on_hub("lr=1e-6/pairs=2.jsonl=3") and humanline.source_name("a/b:c:d=2") == "a/b"
+
+
+def test_only_a_text_that_begins_with_a_turn_is_a_transcript():
+    text = "It is 4.\n\nHuman: And 3+3?\n\nAssistant: 6."  # what a base model writes on its own
+    for tail in ("", "\n\nHuman: So?"):
+        row = read({"prompt": "2+2?", "completion": text + tail, "label": False})
+        assert row.completions == [text + tail] and row.prompt == [USER("2+2?")]
+    assert read({"prompt": "\n\nHuman: 2+2?\n\nAssistant:", "chosen": "4", "rejected": text}).completions == ["4", text]
+
+
+@pytest.mark.parametrize("prompt, turns", [
+    ([dict(role="system", content="Be kind."), USER("Hi")], [USER("Hi")]),
+    ([USER("a"), ASSISTANT("b"), USER("Hi")], [USER("Hi")])])
+def test_no_turn_of_a_prompt_gets_lost_where_the_answers_are_dialogues(prompt, turns):
+    row = lambda start: dict(prompt=prompt, chosen=[*start, ASSISTANT("yes")], rejected=[*start, ASSISTANT("no")])
+    assert read(row(prompt)).prompt == prompt
+    with pytest.raises(UserError, match="'prompt' is not among the turns before the answers"):
+        read(row(turns))
+
+
+def test_one_prompt_id_of_two_prompts_is_two_groups(tmp_path):
+    line = lambda prompt, text, reward: dict(prompt=prompt, completion=text, reward=reward, prompt_id="1-0")
+    lines = [line("A?", "a", 0), line("A?", "b", 1), line("B?", "c", 1), line("B?", "d", 0)]
+    rows = humanline.read_rows(write_jsonl(tmp_path / "two_runs.jsonl", lines), Config(), "--data")
+    assert [row.completions for row in rows] == [["a", "b"], ["c", "d"]]
+
+
+def test_half_of_a_character_is_one_line(tmp_path):
+    path = tmp_path / "cut.jsonl"
+    path.write_text('{"prompt": "a", "chosen": "fine", "rejected": "cut \\ud83d"}\n')
+    with pytest.raises(UserError, match="row 1: 'rejected' holds half of a character"):
+        humanline.read_rows(str(path), Config(), "--data")
+
+
+def test_a_list_with_something_else_than_an_object_is_one_line(tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text('[{"prompt": "a", "chosen": "b", "rejected": "c"}, ["x"]]')
+    with pytest.raises(UserError, match="row 2: not a JSON object"):
+        humanline.read_rows(str(path), Config(), "--data")
+
+
 def test_halos_feedback_files(tmp_path):
     common = dict(prompt=[USER("Hi")], split="train")
     binary = read(dict(common, prompt_id=0, output=[ASSISTANT("Yes")], label=1, reward=0.7, type="binary_feedback"))
@@ -223,6 +272,8 @@ def test_system_message_and_prompt_template_surround_the_prompt():
     assert row.prompt == [{"role": "system", "content": "Be brief."}, USER("1+1?\nPut the answer in \\boxed{}.")]
     row = read({"prompt": [{"role": "system", "content": "Mine."}, USER("1+1?")]}, system="Be brief.")
     assert row.prompt[0]["content"] == "Mine." and len(row.prompt) == 2
+    rollout = dict(prompt="1+1? Box it.", completion="2", reward=1, tokens=[5, 3], logps=[-1.0, -1.0])
+    assert read(rollout, prompt_template="{prompt} Box it.").prompt == [USER("1+1? Box it.")]  # it has been filled in
     row = read({"prompt": "1+1?", "topic": "a {prompt}"}, prompt_template="On {topic}, {other}: {prompt} \\frac{1}{2}")
     assert row.prompt == [USER("On a {prompt}, {other}: 1+1? \\frac{1}{2}")]
 
@@ -253,6 +304,13 @@ def test_over_long_examples_are_dropped_and_counted_in_one_warning(tiny, capsys)
 def test_a_prompt_beyond_the_models_positions_is_an_error_that_says_how_to_drop_it(tiny):
     with pytest.raises(UserError, match=r"data.jsonl row 1: a prompt of 83 tokens .* --max-prompt-length 63"):
         encoded(tiny, [{"prompt": "p" * 80, "chosen": "a", "rejected": "b"}])
+
+
+def test_online_prompts_that_leave_no_room_under_max_length_are_dropped(tiny, capsys):
+    sampler = sampler_of(tiny, max_length=24, max_new_tokens=12)
+    rows = [read({"prompt": "p" * length, "answer": "a"}) for length in (5, 20)]
+    assert [group.row for group in humanline.encode_rows(rows, sampler, online=True)] == [0]
+    assert "dropped 1 prompts and 0 completions" in capsys.readouterr().err
 
 
 # The order of batches.

@@ -230,6 +230,14 @@ def test_the_reward_is_the_weighted_sum_and_each_is_logged_under_its_name(run, r
     assert f'reward = {json.dumps(specs.split())}' in (folder / "config.toml").read_text()
 
 
+def test_rewards_of_one_name_keep_apart(run, tmp_path):
+    for name, value in (("one", 1.0), ("two", 3.0)):
+        (tmp_path / f"{name}.py").write_text(f"def score(prompts, completions, rows):\n    return [{value}] * len(rows)\n")
+    one, two = f"{tmp_path}/one.py:score", f"{tmp_path}/two.py:score"
+    [line] = metrics(run(f"--sample-every 1 --steps 1 --reward {one} {two}=2"))
+    assert (line[f"reward_{one}"], line[f"reward_{two}"], line["reward"]) == (1, 3, 7)
+
+
 def test_one_reward_is_the_reward_and_has_no_second_name(run):
     assert not any(name.startswith("reward_") and name != "reward_std" for line in metrics(run("--sample-every 1")) for name in line)
 

@@ -337,6 +337,45 @@ def test_a_bad_flag_of_lora_is_one_line(tiny, data_files, tmp_path, capsys, monk
     assert expected in line, line
 
 
+def test_adapters_that_cannot_be_merged_are_saved_as_they_are(run, monkeypatch):
+    loaded, load = [], humanline.load_policy
+
+    def once(*args):
+        loaded.append(args)
+        if len(loaded) > 1:  # the base, to merge them
+            raise MemoryError("no room")
+        return load(*args)
+
+    monkeypatch.setattr(humanline, "load_policy", once)
+    with pytest.raises(OSError, match="no room.*the model is in ") as error:
+        run(f"{LORA} --merge --steps 2")
+    final = Path(str(error.value).rpartition("the model is in ")[2])
+    assert (final / "adapter_model.safetensors").exists() and "library_name: peft" in (final / "README.md").read_text()
+    shutil.rmtree(final.parent)
+
+
+@pytest.mark.parametrize("kind, flags, expected", [
+    ("embeddings", "", "the input embeddings cannot be merged"), ("embeddings", LORA, None),
+    ("embeddings", f"{LORA} --merge", "the input embeddings cannot be merged"),
+    ("dora", "", None), ("dora", LORA, "would begin anew; merge them first"),
+    ("ia3", LORA, "its adapters are not LoRA's")])
+def test_adapters_that_would_become_others_are_refused(tiny, data_files, tmp_path, capsys, monkeypatch, kind, flags,
+                                                       expected):
+    made = {"embeddings": peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "embed_tokens"]),
+            "dora": peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], use_dora=True),
+            "ia3": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])}[kind]
+    base = AutoModelForCausalLM.from_pretrained(tiny)
+    assert base.config.tie_word_embeddings
+    peft.get_peft_model(base, made).save_pretrained(tmp_path / kind)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / kind)
+    monkeypatch.chdir(tmp_path)
+    start = ["--model", str(tmp_path / kind), "--data", data_files["groups"], *flags.split()]
+    if expected is None:
+        humanline.load_policy(humanline.parse_config(start), torch.device("cpu"))
+    else:
+        assert expected in complaint(start, tmp_path, capsys)
+
+
 def test_without_peft_one_line_says_what_to_install(tiny, data_files, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     find = humanline.importlib.util.find_spec

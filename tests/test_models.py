@@ -592,7 +592,7 @@ def test_the_model_card_says_how_the_model_was_made(folder, rows, tmp_path):
         assert words in body, words
     policy, tokenizer, _ = load(folder("gpt2"))
     hub = Config(model="meta-llama/Llama", perception="none", sync_k=0)
-    humanline.save_final(tmp_path / "hub", policy, tokenizer, hub)
+    humanline.save_final(tmp_path / "hub", policy, tokenizer, hub, hub.steps)
     assert "\nbase_model: meta-llama/Llama\n" in (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
 
 

@@ -97,6 +97,19 @@ def test_another_models_tokens_are_not_taken(tiny, tmp_path):
     assert group.logps == []
 
 
+def test_rows_of_another_model_cost_the_others_nothing(tiny, tmp_path, capsys):
+    policy, tokenizer, config = policy_of(tiny, max_new_tokens=4)
+    ids = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    line = dict(prompt="a", completion="ab", logps=[-0.1] * 2, tokens=ids)  # cut at its longest: without an end
+    rows = [dict(line, prompt_id="1", reward=i) for i in (0, 1)]
+    rows += [dict(line, prompt_id="2", reward=i, tokens=ids[::-1]) for i in (0, 1)]
+    rows = humanline.read_rows(write_jsonl(tmp_path / "both.jsonl", rows), config, "--data")
+    ours, theirs = humanline.encode_rows(rows, humanline.Sampler(policy, tokenizer, config))
+    assert ours.completions == [ids] * 2 and ours.logps == [line["logps"]] * 2
+    assert theirs.completions == [[*ids, tokenizer.eos_token_id]] * 2 and theirs.logps == []
+    assert "the tokens of 1 rows are not what this tokenizer makes of their text" in capsys.readouterr().err
+
+
 def test_held_out_completions_have_a_file_of_their_own(run, data_files):
     folder = run(f"--sample-every 1 --steps 2 --eval-data {data_files['prompts']} --eval-every 1 --eval-samples 3")
     lines = lines_of(folder / "eval_rollouts.jsonl")
@@ -198,6 +211,7 @@ def test_the_shares_of_clipped_tokens_and_the_lengths_equal_a_plain_count(tiny):
     ([dict(entropy=2.0), dict(entropy=0.21), dict(), dict(entropy=0.19), dict(entropy=0.1)], "entropy", 4),
     ([dict(entropy=0.06), dict(entropy=0.001)], "entropy", None),  # there was little to lose
     ([dict(reward_std=0.1), dict(), dict(reward_std=0.0)], "same reward", 3),
+    ([dict(reward_std=0.1), dict(), dict(reward_std=1.4e-17)], "same reward", 3),
     ([dict(no_difference=0.0), dict(no_difference=1.0), dict(no_difference=1.0)], "nothing was learned", 2),
     ([dict()] * 20, "", None),
 ])

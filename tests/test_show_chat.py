@@ -91,6 +91,38 @@ def test_a_model_that_is_no_run_is_asked_and_rewarded_as_the_run_beside_it(ask, 
     assert {reward for pair in rewards for reward in pair} - {"0", "1"}, "these are no rewards of --reward exact"
 
 
+def run_of(folder: Path, *flags: str) -> str:
+    """A run as far as its settings go."""
+    (folder / "final").mkdir(parents=True)
+    (folder / "config.toml").write_text(humanline.to_toml(humanline.parse_config([*flags])))
+    return str(folder)
+
+
+@pytest.mark.parametrize("models", [["RUN"], ["RUN", "embedded"], ["embedded", "RUN"], ["RUN/final"]])
+def test_a_run_of_the_embedded_model_is_measured_with_the_defaults_that_it_had(tmp_path, models):
+    folder = run_of(tmp_path / "mine", "--steps", "2")
+    models = tuple(name.replace("RUN", folder) for name in models)
+    for config in evaluation.settings_of_all(evaluation.Accuracy(model=models)):
+        assert (config.eval_data, config.max_new_tokens, config.steps) == ("embedded:test", 8, 2)
+    flags = evaluation.Accuracy(model=models, max_new_tokens=5)
+    assert [config.max_new_tokens for config in evaluation.settings_of_all(flags)] == [5] * len(models)
+
+
+def test_a_run_with_a_loss_of_ones_own_can_be_measured(tmp_path):
+    folder = Path(run_of(tmp_path / "mine"))
+    text = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(text.replace('loss = "grpo"', 'loss = "mine"'))
+    [config] = evaluation.settings_of_all(evaluation.Show(model=(str(folder),)))
+    assert config.eval_data == "embedded:test" and config.max_new_tokens == 8
+
+
+def test_rows_without_answers_are_shown_without_a_reward(ask, tiny, tmp_path):
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", rows_of("pairs"))
+    said = ask(f"show --model {tiny} --data {pairs} --prompts 2 --max-new-tokens 4")
+    assert "reward" not in said.split("means")[0] and re.search(r"→ \d tokens", said)
+    assert re.search(rf"^{re.escape(tiny)} +–  ", said, re.M)
+
+
 def test_prompts_that_differ_between_runs_stand_in_the_columns(ask, run, prompts):
     folders = [run(f"--prompt-template {around} --steps 1") for around in ("<{prompt}>", "[{prompt}]")]
     said = ask(f"show --model {' '.join(map(str, folders))} --data {prompts} --prompts 1 --max-new-tokens 2")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -194,7 +195,13 @@ def test_a_group_that_is_all_right_says_so_and_one_that_is_all_wrong_too():
         [[chosen, rejected]] = units("dpo", rewards, 1)
         assert [chosen.completion, rejected.completion] == [[3, 9], []][::sign]
         assert chosen.is_chosen and not rejected.is_chosen
-    assert units("dpo", [0.7] * 3, 1) == []  # as good as all: nothing to say
+
+
+@pytest.mark.parametrize("mean_reward", [0.7, 0.7 + 1e-16, sum([0.7] * 11) / 11])
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_where_all_groups_have_one_reward_there_is_nothing_to_say(loss, mean_reward):
+    group = Group(0, [1, 2], [[3, 9], [4, 9], [5, 9]], [0.7] * 3)
+    assert LOSSES[loss].make_units(group, Config(prior=1), mean_reward) == []
 
 
 def test_an_empty_completion_has_a_log_ratio_of_0(tiny):
@@ -245,6 +252,28 @@ def test_a_collapse_ends_the_run_where_that_is_asked_for(run, tmp_path, monkeypa
     model = humanline.load_policy(Config(model=str(folder / "final")), torch.device("cpu"))[0]
     same = all(map(torch.equal, [p.detach() for p in model.parameters()], kept[16]))
     assert same == (how == "restore")
+    assert f"{16 if how == 'restore' else steps} steps from" in (folder / "final" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("how", ["stop", "restore"])
+def test_a_run_that_was_warned_and_resumed_ends_there(run, tmp_path, monkeypatch, capsys, data_files, how):
+    """And restores what it resumed from; a run that is best at steps 12 to 14 alone restores one of them."""
+    forward = humanline.forward_backward
+    fallen = lambda policy, batch, config: forward(policy, batch, config) | dict(
+        logp_wanted=-0.1 if batch.step <= 14 else -3.0, completion_length=1)
+    monkeypatch.setattr(humanline, "forward_backward", fallen)
+    measured = f"--eval-data {data_files['groups']} --eval-every 10"
+    flags, out = f"--steps 40 --save-every 30 --keep 1 {measured}", str(tmp_path / "out")
+    run(flags, out=out)
+    shutil.rmtree(tmp_path / "out" / "final")
+    run(f"{flags} --resume latest --on-collapse {how}", out=out)
+    assert len(metrics(tmp_path / "out")) == 31
+    assert f"its model is that of step {30 if how == 'restore' else 31}" in capsys.readouterr().err
+    folder = run(f"--steps 40 --on-collapse {how} {measured}")
+    ended = 12 if how == "restore" else len(metrics(folder))
+    assert f"its model is that of step {ended}" in capsys.readouterr().err
+    steps = [json.loads(line)["step"] for line in (folder / "eval_rollouts.jsonl").read_text().splitlines()]
+    assert len({steps.count(step) for step in steps}) == 1  # the last measurement has a number of its own
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])

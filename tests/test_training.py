@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import itertools
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +175,33 @@ def test_ipo_added_as_an_entry_of_losses_trains(run, monkeypatch, flags, data):
     assert lines[0]["loss"] == pytest.approx(1.0)  # (0 - 1 / (2 · 0.5))², as the reference is the policy
     assert all("reward_margin" in line and line["grad_norm"] > 0 for line in lines)
     assert lines[-1]["loss"] != lines[0]["loss"]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+def test_without_a_sync_there_is_nothing_to_soften(run, loss):
+    flags = f"--no-humanline --loss {loss} --sample-every 3"
+    assert same_weights(run(flags), run(f"{flags} --sync-alpha 0.5"))
+
+
+@pytest.mark.parametrize("latest, gained", [
+    (dict(accuracy=0.5, greedy=0.6), "pass@1 on held-out prompts went from 0.100 to 0.500, greedy from 0.200 to 0.600: "),
+    (dict(accuracy=0.5), "pass@1 on held-out prompts went from 0.100 to 0.500: "), ({}, "")])
+def test_the_last_line_says_what_a_resumed_run_still_measures(tiny, latest, gained):
+    config = humanline.parse_config(["--model", tiny])
+    made = SimpleNamespace(config=config, out=Path("a"), stopped_at=None, started=0, ended=7, measured="pass@1",
+                           before=dict(accuracy=0.1, greedy=0.2), latest=latest)
+    assert humanline.last_line(made).startswith(f"{gained}GRPO with humanline, 7 steps in ")
+
+
+def test_what_to_type_next_names_the_script_that_knows_the_loss(run, monkeypatch, tiny):
+    add_ipo(monkeypatch)
+    monkeypatch.setattr("sys.argv", ["somewhere/ipo.py"])
+    for loss, script in (("ipo", "ipo.py"), ("dpo", "humanline.py")):
+        config = humanline.parse_config(["--loss", loss, "--model", tiny])
+        made = SimpleNamespace(config=config, out=Path("runs/a"), stopped_at=3)
+        assert f"go on with: python {script} --config runs/a/config.toml --out runs/a" in humanline.last_line(made)
+        made.out = Path("my run")
+        assert "--config 'my run/config.toml' --out 'my run' --resume latest" in humanline.last_line(made)
 
 
 @pytest.mark.parametrize("loss, advice", [("zpo", "did you mean 'dpo'?"), ("reinforce", "known: dpo, grpo, kto")])
@@ -442,7 +471,7 @@ def test_pending_batches_come_back_from_a_checkpoint_exactly(run, tmp_path, monk
         with pytest.raises(KeyboardInterrupt):
             run(f"{flags} --resume {folder / 'checkpoint' / f'step-{step:08d}'}", out=str(tmp_path / f"resumed-{step}"))
         before, after = saved[step], restored.pop()
-        for name in ("made_until", "rollouts_until", "until"):
+        for name in ("made_until", "until"):
             assert after[name] == before[name], name
         for a, b in zip(before["pending"], after["pending"], strict=True):
             assert_same_batch(a, b)

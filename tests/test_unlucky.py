@@ -397,6 +397,7 @@ def test_groups_without_a_difference_are_left_out(tiny, tmp_path, loss):
     ("dpo", dict(chosen="a", rejected="b"), "--steps 42 --lr 1e-6", "42 steps of 1 go through the data 10 times"),
     ("dpo", dict(prompt=[dict(role="user", content="a"), dict(role="assistant", content="b")], chosen="c", rejected="d"),
      "", "row 1: its prompt ends in the assistant's turn"),
+    ("dpo", dict(chosen="a", rejected="b"), "--reward math", "--reward is of what is drawn; without --sample-every"),
     ("dpo", dict(chosen="a", rejected="b"), "--limit 3 --eval-data ROWS", "--limit also cuts the held-out rows"),
     ("dpo", dict(chosen="a", rejected="b"), "", None),
 ])
