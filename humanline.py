@@ -62,6 +62,7 @@ from typing import Any, Callable, Iterable, Iterator, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before join_ranks: imported later, its defaults hold the ranks' group, and its threads, to the end
 import torch.nn.functional as F
 import tyro
 from torch import Tensor

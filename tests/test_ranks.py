@@ -27,6 +27,18 @@ for flags in json.load(open(sys.argv[1])):
     humanline.train(humanline.parse_config(flags))
 torch.distributed.destroy_process_group()
 """
+# Of a sharded model torch keeps the group's threads; one that outlives the interpreter can abort it.
+END = """
+import os
+sys.stdout.flush()
+os._exit(0)
+"""
+# The names of the threads that are left, where the system lists them.
+THREADS = """
+tasks = humanline.Path("/proc/self/task")
+names = [task.read_text().strip() for task in tasks.glob("*/comm")]
+print(f"threads {names}\\n", end="", flush=True)
+"""
 DRAWN = "--sample-every 4 --sample-tokens 128"
 SOURCES = {"offline": "", "drawn": DRAWN, "baseline": f"--no-humanline {DRAWN}", "tapered": "--stale taper --prior 1",
            "published": f"--no-humanline {DRAWN} --kl-beta 0.1 --temperature 0.8"}
@@ -57,7 +69,7 @@ def folders(tiny, data_files, varied, tmp_path_factory):
     more = {"ddp": "", "fsdp": "--shard"}
     runs = [[*flags_of(tiny, data_files, varied, loss, source, more[how]), "--out", str(folder)]
             for (loss, source, how), folder in folders.items()]
-    (home / "driver.py").write_text(DRIVER)
+    (home / "driver.py").write_text(DRIVER + END)
     (home / "runs.json").write_text(json.dumps(runs))
     process = torchrun(home / "driver.py", home / "runs.json")
     _, error = process.communicate(timeout=300)
@@ -91,7 +103,7 @@ def test_a_rank_without_a_pair_neither_hangs_nor_biases(tiny, data_files, varied
     small = "--batch-size 1 --steps 4"
     flags = [flags_of(tiny, data_files, varied, "dpo", "offline", f"{small} {how}") for how in ("", "--shard")]
     runs = [[*run_flags, "--out", str(tmp_path / str(i))] for i, run_flags in enumerate(flags)]
-    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "driver.py").write_text(DRIVER + END)
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     process = torchrun(tmp_path / "driver.py", tmp_path / "runs.json")
     _, error = process.communicate(timeout=120)
@@ -126,12 +138,14 @@ def test_a_rank_that_alone_runs_out_of_memory_neither_hangs_nor_changes_the_resu
     runs = [[*run_flags, "--out", str(tmp_path / str(i))] for i, run_flags in enumerate(flags)]
     driver = DRIVER.replace("for flags", f"{SCARCE}\nfor flags")
     driver = driver.replace("    humanline.train", "    out = flags[-1]\n    humanline.train")
-    (tmp_path / "driver.py").write_text(driver + "print(f'{len(failed)} failures\\n', end='')\n")  # in one piece
+    driver += "print(f'{len(failed)} failures\\n', end='')\n"  # in one piece
+    (tmp_path / "driver.py").write_text(driver + THREADS)
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     process = torchrun(tmp_path / "driver.py", tmp_path / "runs.json")
     output, error = process.communicate(timeout=120)
     assert process.returncode == 0, error[-3000:]
     assert re.search("^[1-9] failures", output, re.MULTILINE)
+    assert output.count("threads") == 2 and "gloo" not in output
     for i, run_flags in enumerate(flags):
         agree(run("", flags=run_flags), tmp_path / str(i))
 
@@ -207,7 +221,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_sharded_weights_are_gathered_once_for_a_drawing_and_not_for_each_token(tiny, data_files, varied, tmp_path):
-    (tmp_path / "gathers.py").write_text(GATHERS)
+    (tmp_path / "gathers.py").write_text(GATHERS + END)
     process = torchrun(tmp_path / "gathers.py", "--model", tiny, "--data", data_files["groups"], "--reward", varied)
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
