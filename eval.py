@@ -223,7 +223,7 @@ class Reproduce:
     """Runs at a time, each on one thread. Default: as many as there are cores."""
     results: str | None = None
     """With --real, or --only stale, long or column: JSON lines, one for each run. What the file has is not trained
-    again; what is trained is added to it. Default with --real: evals/real.jsonl."""
+    again; what is trained is added to it. Default with --real: evals/real-MODEL.jsonl."""
     train: bool = True
     """Train what is missing. Otherwise the report is of what there is."""
     out: str | None = None
@@ -434,9 +434,10 @@ def settings_of(spec: str, flags: Settings, flag: str = "--model", beside: Path 
     # A loss of the user's own, which only the script that trained with it knows, and which nothing here needs.
     unknown = ["--loss", "grpo"] if table and humanline.read_config(table).loss not in humanline.LOSSES else []
     config = humanline.parse_config(args + unknown)
-    if table:  # a default is what it was for the run's own model, such as embedded
+    if table:  # what no flag gives is what it was for the run's own model, such as embedded
         was = humanline.parse_config(["--config", table, *unknown])
-        for name in {*config.untyped} - {"model", "untyped"}:
+        given = {one.name for one in dataclasses.fields(RowSettings) if getattr(flags, one.name, None) is not None}
+        for name in {*config.untyped} - given - {"model", "untyped"}:
             setattr(config, name, getattr(was, name))
     return config
 
@@ -458,8 +459,10 @@ def settings_with_one_reward(flags: Accuracy | Show) -> list[Config]:
 
 
 def load(spec: str, config: Config, scored: bool = True) -> Sampler:
-    """A model as the trainer's sampler: policy, tokenizer, and the reward unless nothing is to be `scored`."""
-    config = dataclasses.replace(config, sample_every=1, reward=config.reward if scored else ())
+    """A model as the trainer's sampler, in this process: policy, tokenizer, and the reward unless nothing is to be
+    `scored`. Adapters in its folder have targets of their own; others are new and change nothing."""
+    config = dataclasses.replace(config, sample_every=1, reward=config.reward if scored else (), shard=False,
+                                 lora_targets=Config.lora_targets)
     policy, tokenizer = humanline.load_policy(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     sampler = Sampler(policy.requires_grad_(False), tokenizer, config)
     sampler.name = spec
@@ -481,9 +484,10 @@ def rows_to_measure(flags: Accuracy | Show | Winrate, config: Config) -> str:
 
 
 def read_rows(data: str, config: Config) -> list[Row]:
-    """The rows of --data; raises UserError where none can be read."""
+    """The rows of --data, each once, whatever its number of passes; raises UserError where none can be read."""
     with humanline.explained(f"--data {data}", "name a file or a data set that can be read"):
-        return humanline.read_rows(data, config, "--data")
+        rows = humanline.read_rows(data, config, "--data")
+    return [dataclasses.replace(row, passes=1.0) for row in rows]
 
 
 def encode(sampler: Sampler, rows: list[Row], offline: bool) -> list[Group]:
@@ -690,7 +694,7 @@ def accuracy(flags: Accuracy) -> None:
         prompts = encode(sampler, rows, offline=False)
         drawn, speed = draw(sampler, prompts, rows, flags.samples, 2 * i)
         speeds.append(speed)
-        sampler.config = greedily(config)
+        sampler.config = greedily(sampler.config)  # in the same precision
         greedy = draw(sampler, prompts, rows, 1, 2 * i + 1)[0] if flags.greedy else []
         for kind, group in (*(("sampled", group) for group in drawn), *(("greedy", group) for group in greedy)):
             for completion in completions_of(sampler, group):
@@ -917,7 +921,8 @@ def winrate(flags: Winrate) -> None:
     rewards, sampler.rewards = sampler.rewards, []  # both sides are scored together, below
 
     def texts(one: Sampler, stream: int) -> dict[int, list[str]]:
-        drawn, _ = draw(one, encode(one, rows, offline=False), rows, flags.samples, stream)
+        own = read_rows(data, one.config)  # with its own prompt template
+        drawn, _ = draw(one, encode(one, own, offline=False), own, flags.samples, stream)
         return {group.row: one.tokenizer.batch_decode(group.completions, skip_special_tokens=True) for group in drawn}
 
     ours = texts(sampler, 0)
@@ -932,6 +937,9 @@ def winrate(flags: Winrate) -> None:
     if judge is None:
         sampler.rewards = rewards
         parts = [sampler.compute_rewards(side, of_rows) for side in (first, second)]
+        for reward in rewards:
+            if not reward.worked:
+                raise UserError(f"--reward {reward.name} failed on every sample: {reward.failure!r:.200}")
         scores = [[sampler.total(values) for values in side] for side in parts]
         higher = np.sign(np.subtract(*scores))
         preference, favour = (1 + higher) / 2, 0 * higher
@@ -1043,7 +1051,8 @@ class Source:
 
 def data_quality(flags: DataQuality) -> None:
     """Score the data under the starting model, count what else is wrong with it, advise."""
-    config = settings_of(flags.model, flags)
+    run = run_folder(flags.policy, "--policy") if flags.policy else None
+    config = settings_of(flags.model, flags, beside=run)
     policy_config = settings_of(flags.policy, flags, "--policy") if flags.policy else None
     out = new_file(flags.out, (".png", ".svg"), "data.png")
     read = {name: read_rows(name, config) for name in flags.data}
@@ -1124,7 +1133,7 @@ def perception(flags: Perception) -> None:
         raise UserError(f"--ref and --data: name the model that {flags.model} was trained from, and offline "
                         "completions")
     ref_name = flags.ref or humanline.read_config(str(run / "config.toml")).model
-    ref_config = settings_of(ref_name, flags, "--ref")
+    ref_config = settings_of(ref_name, flags, "--ref", run)
     data, out = flags.data or config.data[0], new_file(flags.out, (".png", ".svg"), "perception.png")
     rows = read_rows(data, config)
     if not all(row.completions for row in rows):
@@ -1240,7 +1249,7 @@ def plot(flags: Plot) -> None:
             label = label or os.path.commonprefix(names).rstrip("-_.0123456789")
         label = label or names[0]
         label += f" ({len(names)} seeds)" if len(names) > 1 else ""
-        groups[label if label not in groups else f"{label}, {names[0]}"] = list(runs.values())
+        groups[label if label not in groups else f"{label}, {next(iter(runs))}"] = list(runs.values())
     measured = {key for runs in groups.values() for run in runs for line in run.values() for key in line}
     for flag, names in (("--metrics", flags.metrics or ()), ("--against", {flags.against} - {"steps"})):
         for name in names:
@@ -2598,7 +2607,8 @@ def reproduce_real(flags: Reproduce) -> None:
         raise UserError("--only names experiments on the embedded model; leave it out with --real")
     run_folder(flags.real, "--real")
     out, started = new_file(flags.out, (".md",), "real.md"), time.perf_counter()
-    results = new_file(flags.results or "evals/real.jsonl", (".jsonl",), flag="--results")
+    name = re.sub(r"[^\w.-]+", "-", flags.real.strip("./"))
+    results = new_file(flags.results or f"evals/real-{name}.jsonl", (".jsonl",), flag="--results")
     known, home = read_results(results), Path("evals", results.stem)  # home: of the offline data
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
     losses, tasks = (flags.losses, tuple(TASKS)) if not flags.quick else (("grpo",), ("sentiment",))

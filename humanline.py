@@ -62,7 +62,7 @@ from typing import Any, Callable, Iterable, Iterator, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before join_ranks: imported later, its defaults hold the ranks' group, and its threads, to the end
+import torch.distributed.nn  # imported after join_ranks its defaults would hold the ranks' group, and threads, to the end
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
@@ -205,7 +205,7 @@ class Config:
     shard: bool = False
     """Several ranks: shard weights, gradients and optimizer state over them (FSDP2). While `generate` draws, each rank
     holds all weights."""
-    seed: int = 0  # Everything random is a function of this and of the step.
+    seed: int = 0  # Everything random is a function of this and of the step; what is drawn, of the number of ranks, too.
 
     # What is written, and when.
     out: str | None = None  # The run's folder. Default: a new one under runs/.
@@ -841,6 +841,8 @@ class Run:
         import transformers
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
+        if "WORLD_SIZE" in os.environ:  # drawing its data would wait for the ranks that wait for one to make it
+            make_embedded(config)
         device = join_ranks()
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start them with torchrun")
         self.out, checkpoint = from_first_rank(lambda: (claim_out_folder(config, stack), find_checkpoint(config)))
@@ -892,6 +894,8 @@ class Run:
             self.before, self.latest = self.before or before, of_line or self.latest or before
             self.collapse(line)
             self.health(line)
+        if checkpoint and self.before is None:  # of another folder, where its metrics are
+            self.before = {}
         if config.on_collapse != "warn":
             self.collapse.warned = False  # so that a resumed run ends where it goes on collapsing
         if checkpoint and config.on_collapse == "restore":
@@ -1803,8 +1807,9 @@ class Sampler:
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
                       sampling: Config | None = None, ahead: Iterable[Group] = ()) -> list[Group]:
         """`size` completions with rewards for each prompt. The ranks share the calls of `generate`, and reward one
-        call's completions while the next are drawn. The draws are a function of --seed and `step`. sampling: other
-        settings than the run's. ahead: the prompts of the next drawing, to be begun now."""
+        call's completions while the next are drawn. The draws are a function of --seed, `step` and the calls, which
+        --sample-tokens and the number of ranks decide. sampling: other settings than the run's. ahead: the prompts of
+        the next drawing, to be begun now."""
         if self.external:
             completions = self.external.draw(prompts, size, step, sampling)
             if ahead:
@@ -1923,6 +1928,11 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int,
             drawn = policy.generate(ids, attention_mask=mask, past_key_values=prompt_cache(policy, ids, mask, config),
                                     generation_config=settings, synced_gpus=config.shard,
                                     logits_processor=[*processors, draw])
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(f"out of memory while drawing {len(prompts)} completions at once "
+                          f"({str(error).splitlines()[0]:.200}); lower --sample-tokens") from error
     finally:
         policy.train(was_training)
         policy.generation_config = model_settings
@@ -2444,7 +2454,7 @@ def fit_memory(work: Callable[[], Any], sequences: list[Sequence], config: Confi
         try:
             return work()
         except RuntimeError as error:
-            if "memory" not in str(error) or config.shard:
+            if not is_out_of_memory(error) or config.shard:
                 raise  # sharded, the other ranks are in the middle of an exchange
             reason, longest = str(error).splitlines()[0], max(map(len, sequences))
         if config.microbatch_tokens <= longest:
@@ -2452,6 +2462,9 @@ def fit_memory(work: Callable[[], Any], sequences: list[Sequence], config: Confi
                               f"says what takes it; {less_memory(config)}")
         config.microbatch_tokens = math.ceil(config.microbatch_tokens / 2)
         warn(f"out of memory; from here on --microbatch-tokens {config.microbatch_tokens}, which changes no result")
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    return bool(re.search("out of memory|allocate memory", str(error)))  # a GPU's words, and the CPU's
 
 def less_memory(config: Config) -> str:
     """What takes less memory and is not asked for yet."""
@@ -2704,7 +2717,9 @@ def join_ranks() -> torch.device:
     """Join the other ranks where torchrun started this process; returns the device to work on."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device, count = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.cuda.device_count()
+        require(device.index < count, f"rank {device.index} has no GPU, there are {count}; start so many with "
+                f"--nproc_per_node {count}")
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         # A name of its own for each start: after a restart torchrun's store still holds the addresses of the dead.
@@ -2815,8 +2830,9 @@ class Saver:
                 save_file(tensors, folder / f"{kind}.safetensors")
             (folder / "state.json").write_text(json.dumps(state, default=Tensor.tolist))
         self.newest = path
-        older = sorted(old for old in path.parent.glob("step-*") if old <= path)  # later ones are damaged
-        for old in older[: -self.config.keep]:
+        saved = sorted(path.parent.glob("step-*"))
+        here = saved.index(path) + 1  # later ones are damaged, or of a run that was taken back to an earlier step
+        for old in (*saved[: max(0, here - self.config.keep)], *saved[here:]):
             shutil.rmtree(old)
 
     def wait(self) -> None:
@@ -3006,7 +3022,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and config.out is not None:
-            config.resume = "latest"  # torchrun has started the ranks anew, because one of them died
+            if config.resume is None or [*Path(config.out).glob("checkpoint/step-*"), *Path(config.out).glob("final")]:
+                config.resume = "latest"  # torchrun has started the ranks anew, because one of them died
         if config.resume == "latest" and Path(config.out, "final").exists():
             print(f"{config.out} is finished already; the model is in {Path(config.out, 'final')}")
             return 0
@@ -3224,15 +3241,17 @@ def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
     kinds = {sequence.is_chosen for unit in units for sequence in unit}
     ended = next((row.where for row in rows if row.prompt[-1]["role"] == "assistant"), "")
     clip = f"[{config.log_eps_p}, {config.log_eps_r}]"
-    idle = [flag_of(name) for name in "epsilon epsilon_high ratio scale_rewards average".split()
-            if config.loss in ("dpo", "kto") and getattr(config, name) != getattr(Config, name)]
+    of_grpo, of_kto = "epsilon epsilon_high ratio scale_rewards average", "desirable_weight undesirable_weight"
+    others = dict(grpo=f"beta {of_kto}", dpo=f"{of_grpo} {of_kto}", kto=of_grpo).get(config.loss, "")
+    idle = [flag_of(name) for name in others.split() if getattr(config, name) != getattr(Config, name)]
     for text, is_so in {
         f"{same} pairs have the same completion on both sides": same and LOSSES[config.loss].unit == "pair",
         "all examples are of one kind, so KTO has nothing to hold them against":
             config.loss == "kto" and len(kinds) == 1,
         f"the clip {clip} does not hold 0, where a log-ratio begins, so no token passes a gradient then":
             config.perception == "clip" and not config.log_eps_p < 0 < config.log_eps_r,
-        f"{', '.join(idle)} acts with --loss grpo alone": idle,
+        f"{', '.join(idle)} does nothing with --loss {config.loss}"
+        + "; the weight of GRPO's KL is --kl-beta" * ("--beta" in idle): idle,
         "--reward is of what is drawn; without --sample-every and --eval-data nothing is":
             "reward" not in config.untyped and not config.sample_every and config.eval_data is None,
         f"{config.steps} steps of {config.batch_size} go through the data {passes:.0f} times": units and passes > 10,
@@ -3335,6 +3354,14 @@ def embedded(name: str, kind: Literal["model", "data"]) -> str:
             with new_folder(folder) as unfinished:
                 make(unfinished)
     return str(folder if kind == "model" else folder / "rows.jsonl")
+
+def make_embedded(config: Config) -> None:
+    """Make what the run takes of the embedded model and its data, unless it is there."""
+    data = [split_passes(spec)[0] for spec in (*config.data, config.eval_data) if spec]
+    for kind, names in ("model", [config.model]), ("data", data):
+        for name in names:
+            if source_name(name) == "embedded":
+                embedded(name, kind)
 
 def embedded_tokenizer() -> Any:
     """A character-level tokenizer for printable ASCII, with a chat template."""

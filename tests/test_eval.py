@@ -304,6 +304,53 @@ def test_both_sides_are_asked_as_the_run_among_them_is(run, tiny, problems, judg
     assert [(one.config.system, one.config.max_new_tokens) for one in asked] == [("hello", 3)] * 4
 
 
+def test_each_side_is_asked_in_its_own_template(run, problems, judges, tmp_path, monkeypatch):
+    folders, asked = [run(f"--prompt-template {word}{{prompt}} --max-new-tokens 3 --steps 1") for word in "QR"], []
+    encode = evaluation.encode
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluation, "encode",
+                        lambda one, rows, offline: asked.append(rows[0].prompt) or encode(one, rows, offline))
+    command = "winrate --model {} --against {} --data {} --judge {}:longer --limit 3"
+    assert evaluation.main(command.format(*folders, problems, judges).split()) == 0
+    assert [prompt[0]["content"][0] for prompt in asked] == ["Q", "R"]
+
+
+def test_a_flag_outranks_the_run_though_it_is_the_default(run):
+    folder = run("--temperature 0.7 --top-p 0.9 --seed 42 --reward math --steps 1")
+    flags = dict(model=(str(folder),))
+    config = evaluation.settings_of(str(folder), evaluation.Accuracy(**flags))
+    assert (config.temperature, config.top_p, config.seed, config.reward) == (1, 1, 0, ("math",))
+    config = evaluation.settings_of(str(folder), evaluation.Accuracy(**flags, temperature=0.5, reward=("exact",)))
+    assert (config.temperature, config.reward) == (0.5, ("exact",))
+
+
+def test_a_run_of_many_ranks_is_measured_by_one_process(ask, run, problems):
+    folder = run("--steps 1")
+    with open(folder / "config.toml", "a") as file:
+        file.write("\nshard = true\n")
+    assert "pass@1" in ask(f"accuracy --model {folder} --data {problems} --limit 2 --samples 2 --max-new-tokens 3")
+
+
+def test_greedy_completions_are_drawn_in_the_precision_of_the_others(ask, tiny, problems, monkeypatch):
+    draw, found = evaluation.draw, []
+    monkeypatch.setattr(evaluation, "draw", lambda one, *more: found.append(one.config.dtype) or draw(one, *more))
+    ask(f"accuracy --model {tiny} --data {problems} --limit 2 --samples 2 --max-new-tokens 3")
+    assert found == ["float32"] * 2  # what auto stands for here
+
+
+def test_rows_are_measured_once_however_often_they_are_trained_on(ask, tiny, problems):
+    said = ask(f"accuracy --model {tiny} --data {problems}=2 --limit 3 --samples 2 --max-new-tokens 3")
+    assert "3 problems" in said and len(read_lines(Path("evals/accuracy.jsonl"))) == 3 * (2 + 1)
+
+
+def test_a_reward_that_always_fails_makes_no_tie(tiny, problems, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.py").write_text("def score(prompts, completions, rows):\n    raise ValueError('no')\n")
+    flags = f"--data {problems} --reward wrong.py:score --limit 2 --samples 2 --max-new-tokens 3"
+    assert evaluation.main(f"winrate --model {tiny} --against {tiny} {flags}".split()) == 2
+    assert "error: --reward wrong.py:score failed on every sample: " in capsys.readouterr().err
+
+
 def test_an_alpaca_row_is_a_prompt_with_a_desirable_completion():
     read = lambda **fields: humanline.read_row(fields, "row 1", humanline.Config())
     row = read(instruction="Add 1 and 2.", output="3")
@@ -425,6 +472,16 @@ def test_plot_puts_seeds_into_one_line_and_keeps_settings_apart(ask, run, tmp_pa
     assert "pass@1" in picture and "gradient norm" not in picture and "run (2 seeds)" in picture and "run3" in picture
 
 
+def test_plot_leaves_out_no_run_whose_folder_has_the_name_of_another(ask, tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(evaluation, "picture_curves", lambda groups, *more: found.append(list(groups)))
+    folders = [written_run(tmp_path / name / "run", [dict(step=1, loss=1)]) for name in "abc"]
+    for lr, folder in enumerate(folders, 1):
+        (folder / "config.toml").write_text(f"lr = {lr}e-5\n")
+    ask(f"plot {' '.join(map(str, folders))}")
+    assert found == [["run", f"run, {folders[1]}", f"run, {folders[2]}"]]
+
+
 @pytest.fixture
 def curves(monkeypatch):
     """curves[title] -> [(x, y) of each line] of the last figure."""
@@ -445,7 +502,7 @@ def curves(monkeypatch):
 
 def written_run(folder: Path, lines: list[dict], more: bytes = b"") -> Path:
     """The folder of a run with these metrics and no more."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.toml").write_text("")
     (folder / "metrics.jsonl").write_bytes("".join(json.dumps(line) + "\n" for line in lines).encode() + more)
     return folder

@@ -31,7 +31,7 @@ torch.distributed.destroy_process_group()
 END = """
 import os
 sys.stdout.flush()
-os._exit(0)
+os._exit(globals().get("status", 0))
 """
 # The names of the threads that are left, where the system lists them.
 THREADS = """
@@ -187,6 +187,28 @@ def test_what_is_wrong_stands_at_the_end_of_torchruns_report(tiny, tmp_path):
     _, errors = process.communicate(timeout=300)
     lines = [line.strip() for line in errors.splitlines() if line.strip(" =")]
     assert process.returncode == 1 and "humanline.py: error: --data no/such.jsonl" in lines[-1], errors
+
+
+EMBEDDED = f"""
+import dataclasses, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch, humanline
+torch.set_num_threads(1)
+humanline.HELD_OUT = 8
+small = dict(lessons=2, demonstrations=8, least_accuracy=0.0, data_prompts=8)
+humanline.RECIPES["base"] = dataclasses.replace(humanline.RECIPES["base"], **small)
+status = humanline.main(sys.argv[1:])
+"""
+
+
+def test_ranks_make_the_embedded_model_and_its_data_without_waiting_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("HUMANLINE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "embedded.py").write_text(EMBEDDED + END)
+    flags = [*"--steps 1 --batch-size 4 --eval-prompts 4 --out".split(), tmp_path / "out"]
+    process = torchrun(tmp_path / "embedded.py", *flags)
+    said, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and "pass@1 on held-out prompts went from" in said, errors
+    assert said.count("drawing 64 completions from the embedded model, once") == 1
 
 
 GATHERS = f"""

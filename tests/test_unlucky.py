@@ -408,3 +408,84 @@ def test_what_is_hardly_meant_costs_one_warning(tiny, tmp_path, capsys, loss, ro
     humanline.train(humanline.parse_config(short_run(tiny, path, tmp_path / "out", more)))
     warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(warned) == (words is not None) and (words is None or re.search(words, warned[0])), warned
+
+
+# --- what a sixth reader found ----------------------------------------------------------------------------------------
+
+
+def test_without_memory_to_draw_the_run_ends_in_one_line(tiny, data_files, tmp_path, capsys, monkeypatch):
+    def no_memory(*args, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    flags = short_run(tiny, data_files["prompts"], tmp_path / "out", "--sample-every 1")
+    monkeypatch.setattr("transformers.LlamaForCausalLM.generate", no_memory)
+    assert humanline.main(flags) == 1
+    stopped = [line for line in capsys.readouterr().err.splitlines() if "stopped" in line]
+    assert len(stopped) == 1 and "out of memory while drawing" in stopped[0] and "lower --sample-tokens" in stopped[0]
+
+
+def test_an_illegal_access_to_memory_is_no_lack_of_it():
+    def illegal():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        humanline.fit_memory(illegal, [humanline.Sequence([1] * 5, [2])], Config())
+
+
+def test_a_run_taken_back_to_an_earlier_checkpoint_drops_the_later_ones(tiny, data_files, tmp_path):
+    out = tmp_path / "out"
+    flags = short_run(tiny, data_files["groups"], out, "--save-every 2 --keep 9")
+    humanline.train(humanline.parse_config([*flags, "--steps", "6"]))
+    humanline.shutil.rmtree(out / "final")
+    back = ["--steps", "5", "--save-every", "5", "--resume", str(out / "checkpoint" / "step-00000002")]
+    humanline.train(humanline.parse_config([*flags, *back]))
+    saved = sorted(path.name for path in (out / "checkpoint").glob("step-*"))
+    assert saved == ["step-00000002", "step-00000004", "step-00000005"]
+    assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_goes_on_elsewhere_claims_no_gain_that_it_has_not_measured(tiny, data_files, tmp_path):
+    measured = f"--eval-data {data_files['prompts']} --eval-prompts 4"
+    flags = [short_run(tiny, data_files["groups"], tmp_path / name, measured) for name in ("one", "other")]
+    first = humanline.train(humanline.parse_config([*flags[0], "--save-every", "2"]))
+    assert "went from" in humanline.last_line(first)
+    checkpoint = tmp_path / "one" / "checkpoint" / "step-00000002"
+    second = humanline.train(humanline.parse_config([*flags[1], "--resume", str(checkpoint)]))
+    assert second.before == {} and "accuracy" in second.latest and "went from" not in humanline.last_line(second)
+
+
+@pytest.mark.parametrize("flags, said", [
+    ("--loss grpo --beta 0.04", "--beta does nothing with --loss grpo; the weight of GRPO's KL is --kl-beta"),
+    ("--loss dpo --desirable-weight 2", "--desirable-weight does nothing with --loss dpo"),
+    ("--loss kto --epsilon 0.3", "--epsilon does nothing with --loss kto"),
+    ("--loss dpo --beta 0.04", ""), ("--loss kto --desirable-weight 2", ""), ("--loss grpo --epsilon 0.3", "")])
+def test_what_another_loss_takes_is_warned_of(tiny, data_files, tmp_path, capsys, flags, said):
+    flags = short_run(tiny, data_files["groups"], tmp_path / "out", f"{flags} --steps 1")
+    humanline.train(humanline.parse_config(flags))
+    warned = [line for line in capsys.readouterr().err.splitlines() if "does nothing" in line]
+    assert warned == ([f"humanline.py: warning: {said}"] if said else [])
+
+
+def test_a_rank_without_a_gpu_is_told_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(humanline.UserError, match="rank 3 has no GPU, there are 2; start so many with --nproc_per_node 2"):
+        humanline.join_ranks()
+
+
+def test_ranks_that_are_started_again_go_on_from_where_the_user_said_until_there_is_a_checkpoint(
+        tiny, data_files, tmp_path, monkeypatch):
+    given, seen = str(tmp_path / "elsewhere" / "step-00000064"), []
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    def stop(config):
+        seen.append(config.resume)
+        raise OSError("enough")
+
+    monkeypatch.setattr(humanline, "train", stop)
+    flags = short_run(tiny, data_files["groups"], tmp_path / "out")
+    assert humanline.main([*flags, "--resume", given]) == 1 and humanline.main(flags) == 1
+    (tmp_path / "out" / "checkpoint" / "step-00000002").mkdir(parents=True)
+    assert humanline.main([*flags, "--resume", given]) == 1
+    assert seen == [given, "latest", "latest"]
