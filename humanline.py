@@ -2726,7 +2726,7 @@ def join_ranks() -> torch.device:
         store, this_rank, ranks = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        patience = datetime.timedelta(hours=2)  # the others wait while one writes a large model
+        patience = datetime.timedelta(hours=4)  # while one writes a large model, or its engine starts anew
         dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, timeout=patience)
     return device
 

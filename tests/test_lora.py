@@ -13,7 +13,7 @@ from conftest import metrics, random_batch, rows_of, timeless
 from safetensors.torch import load_file
 from test_command_line import complaint
 from test_models import ARCHITECTURES, folder, full_logits_logps, some_sequences  # noqa: F401  (a fixture)
-from test_ranks import DRIVER, torchrun
+from test_ranks import DRIVER, END, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import eval as evaluation
@@ -304,7 +304,7 @@ def test_two_ranks_sharded_or_not_train_the_adapters_of_one(run, tiny, data_file
              f"--group-size 4 --max-new-tokens 4 --microbatch-tokens 200 {LORA} {flags}").split()
     runs = [[*flags, *more, "--out", str(tmp_path / name)] for name, more in (("ddp", []), ("fsdp", ["--shard"]))]
     runs += [[*flags, "--shard", "--dtype", "mixed", "--out", str(tmp_path / "mixed")]]
-    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "driver.py").write_text(DRIVER + END)
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     process = torchrun(tmp_path / "driver.py", tmp_path / "runs.json")
     _, error = process.communicate(timeout=200)
@@ -384,8 +384,12 @@ def test_without_peft_one_line_says_what_to_install(tiny, data_files, tmp_path, 
     assert line.endswith("pip install peft")
 
 
-def test_a_runs_config_repeats_it(run, tmp_path):
+def test_a_runs_config_repeats_it_and_its_adapters_are_measured(run, tmp_path):
     first = run(f"{LORA} --lora-targets q_proj v_proj --loss dpo")
+    settings = evaluation.settings_of(str(first), evaluation.Accuracy(model=(str(first),)))
+    policy = evaluation.load(str(first), settings, scored=False).policy
+    adapters = {name for name, _ in policy.named_parameters() if "lora_" in name}
+    assert adapters and all("q_proj" in name or "v_proj" in name for name in adapters)
     again = run("", flags=["--config", str(first / "config.toml")])
     assert same_adapters(first, again)
     assert all("q_proj" in name or "v_proj" in name for name in adapters_of(first))
