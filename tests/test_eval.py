@@ -315,6 +315,15 @@ def test_each_side_is_asked_in_its_own_template(run, problems, judges, tmp_path,
     assert [prompt[0]["content"][0] for prompt in asked] == ["Q", "R"]
 
 
+def test_the_model_beside_a_run_is_loaded_as_the_run_is(ask, run, tiny, data_files, monkeypatch):
+    folder, load, found = run("--system hello --dtype float32 --steps 1"), evaluation.load, []
+    monkeypatch.setattr(evaluation, "load", lambda name, config, **how: (
+        found.append((config.system, config.dtype)) or load(name, config, **how)))
+    ask(f"data --model {tiny} --policy {folder} --data {data_files['groups']} --limit 4")
+    ask(f"perception --model {folder} --data {data_files['groups']} --limit 4 --samples 2 --max-new-tokens 3")
+    assert found == [("hello", "float32")] * 4
+
+
 def test_a_flag_outranks_the_run_though_it_is_the_default(run):
     folder = run("--temperature 0.7 --top-p 0.9 --seed 42 --reward math --steps 1")
     flags = dict(model=(str(folder),))
@@ -966,11 +975,12 @@ def test_the_real_experiment_is_drawn(tmp_path):
         assert (tmp_path / f"{against}.png").stat().st_size > 10_000
 
 
-def test_a_report_without_grpo_has_both_its_pictures(tiny, tmp_path, monkeypatch):
+def test_a_report_without_grpo_has_both_its_pictures(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text, curves, _ = pretended_real(losses=("dpo", "kto"))
     monkeypatch.setattr(evaluation, "real", lambda *_: (text, curves))
     assert evaluation.main(["reproduce", "--real", tiny, "--no-train", "--losses", "dpo", "kto"]) == 0
+    assert f"evals/real{tiny.replace('/', '-')}.jsonl" in capsys.readouterr().out  # another model, another file
     assert Path("evals/real.png").exists() and Path("evals/real-seconds.png").exists()
 
 

@@ -393,7 +393,7 @@ def test_groups_without_a_difference_are_left_out(tiny, tmp_path, loss):
     ("dpo", dict(chosen="a", rejected="a"), "", "4 pairs have the same completion on both sides"),
     ("kto", dict(completion="a", label=True), "", "all examples are of one kind"),
     ("grpo", None, "--log-eps-p 0.1", r"the clip \[0.1, 1.5\] does not hold 0"),
-    ("dpo", dict(chosen="a", rejected="b"), "--epsilon 0.1 --no-scale-rewards", "--epsilon, --scale-rewards acts with"),
+    ("dpo", dict(chosen="a", rejected="b"), "--epsilon 0.1 --no-scale-rewards", "--epsilon, --scale-rewards does nothing with"),
     ("dpo", dict(chosen="a", rejected="b"), "--steps 42 --lr 1e-6", "42 steps of 1 go through the data 10 times"),
     ("dpo", dict(prompt=[dict(role="user", content="a"), dict(role="assistant", content="b")], chosen="c", rejected="d"),
      "", "row 1: its prompt ends in the assistant's turn"),
