@@ -254,6 +254,10 @@ def check_flags(flags: Any) -> None:
     for name, value in vars(flags).items():
         if value == () and name != "runs":
             raise UserError(f"--{name} has no value; give it one or more, or leave it out")
+    for name in ("temperature", "top_p") if isinstance(flags, (DataQuality, Perception)) else ():
+        if getattr(flags, name) != 1:
+            raise UserError(f"{humanline.flag_of(name)}: these log-probs are the model's own, as are the completions "
+                            "that they are compared with; leave it out")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -433,12 +437,14 @@ def settings_of(spec: str, flags: Settings, flag: str = "--model", beside: Path 
     table = str(run / "config.toml") if run and flags.config is None else ""
     # A loss of the user's own, which only the script that trained with it knows, and which nothing here needs.
     unknown = ["--loss", "grpo"] if table and humanline.read_config(table).loss not in humanline.LOSSES else []
+    unknown += ["--track", "None"] * bool(table)  # its package may be missing here
     config = humanline.parse_config(args + unknown)
     if table:  # what no flag gives is what it was for the run's own model, such as embedded
         was = humanline.parse_config(["--config", table, *unknown])
         given = {one.name for one in dataclasses.fields(RowSettings) if getattr(flags, one.name, None) is not None}
         for name in {*config.untyped} - given - {"model", "untyped"}:
             setattr(config, name, getattr(was, name))
+    humanline.go_offline_without_hub(config)
     return config
 
 
@@ -1583,26 +1589,33 @@ def spread(values: np.ndarray, digits: int = 3, sign: str = "") -> str:
     return f"{np.mean(values):{sign}.{digits}f}" + (f" ± {half(values):.{digits}f}" if len(values) > 1 else "")
 
 
-def closed(offline: np.ndarray, ours: np.ndarray, online: np.ndarray) -> tuple[float, float, float]:
-    """The share of the gap from `offline` to `online` that `ours` closes, and its 95 % interval, paired by seed.
+def closed(offline: np.ndarray, ours: np.ndarray, online: np.ndarray,
+           paired: bool = True) -> tuple[float, float, float]:
+    """The share of the gap from `offline` to `online` that `ours` closes, and its 95 % interval.
 
-    A ratio of two means: the interval is Fieller's (1954), without an end where the gap itself may be 0.
+    A ratio of two means: the interval is Fieller's (1954), without an end where the gap itself may be 0, and NaN for
+    one seed. paired: by seed; otherwise the three vary independently.
     """
     gained, gap = ours - offline, online - offline
     x, y = gained.mean(), gap.mean()
+    share = x / y if y else math.nan
     if len(gap) < 2 or np.isnan(x + y):
-        return x / y if y else math.nan, -math.inf, math.inf
-    (xx, xy), (_, yy) = np.cov(gained, gap) * student(len(gap)) ** 2 / len(gap)
+        return share, math.nan, math.nan
+    covariance = np.cov([offline, ours, online]) * (1 if paired else np.eye(3))
+    to_differences = np.array([[-1, 1, 0], [-1, 0, 1]])
+    (xx, xy), (_, yy) = to_differences @ covariance @ to_differences.T * student(len(gap)) ** 2 / len(gap)
     a, b, c = y * y - yy, x * y - xy, x * x - xx
     if a <= 0:
-        return x / y, -math.inf, math.inf
+        return share, -math.inf, math.inf
     root = math.sqrt(max(0.0, b * b - a * c))
-    return x / y, (b - root) / a, (b + root) / a
+    return share, (b - root) / a, (b + root) / a
 
 
 def show_share(share: tuple[float, float, float]) -> str:
     estimate, low, high = share
-    return f"{estimate:.0%} [{low:.0%}, {high:.0%}]" if high - low < 3 else f"{estimate:.0%} [too small a gap to tell]"
+    if math.isnan(low):  # one seed
+        return f"{estimate:.0%}"
+    return f"{estimate:.0%} [{low:.0%}, {high:.0%}]" if high < math.inf else f"{estimate:.0%} [too small a gap to tell]"
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -1633,7 +1646,7 @@ def gap(runs: Runs) -> list[str]:
                 claim = (f"{loss.upper()}, a worse model's data: humanline closes {show_share(share)} of the gap "
                          f"(asked: {least:.0%}, the interval above {excluded:.0%})")
                 is_closed = share[0] >= least and share[1] > excluded
-                verdicts.append(holds(is_closed, claim, undecided=share[2] > least))
+                verdicts.append(holds(is_closed, claim, undecided=not share[2] <= least))
     return [markdown(rows), *verdicts]
 
 
@@ -1796,7 +1809,7 @@ def quality(runs: Runs) -> list[str]:
     away = np.array(means) - np.mean(means)
     slope = away @ np.array(after) / max(away @ away, 1e-12)  # least squares, for each seed
     claim = f"likelier data is better data: {spread(slope, sign='+')} of pass@1 per nat"
-    undecided = np.mean(slope) + half(slope) > 0
+    undecided = not np.mean(slope) + half(slope) <= 0
     return [markdown(rows), holds(np.mean(slope) - half(slope) > 0, claim, undecided)]
 
 
@@ -1922,7 +1935,7 @@ def compare_forms(runs: Runs, task: Sums) -> list[str]:
             f"{loss.upper()}, with taper and prior humanline does better than plain offline, never collapses and "
             f"closes most of the gap: {spread(more, sign='+')}, paired; {fell} of {len(own.seeds)} runs collapsed; "
             f"{show_share(share)} (asked: 70%)",
-            undecided=not fell and not np.mean(more) + half(more) <= 0 and share[2] > 0.7))
+            undecided=not fell and not np.mean(more) + half(more) <= 0 and not share[2] <= 0.7))
         noted = [run for variant in flags.values() for run in own.each(variant) if "warned" in run or "metrics" in run]
         if noted:
             verdicts.append(warned_in_time(noted, "exact").replace("the trainer", f"{loss.upper()}, the trainer"))
@@ -2138,6 +2151,23 @@ def start_worker() -> None:
     remember("encode_rows", key_of_groups)
 
 
+@contextlib.contextmanager
+def workers(jobs: int | None) -> Iterator[Callable[[Callable, list[tuple], str], Iterator]]:
+    """Calls of a function in processes of one thread each, as many at once as there are cores to use, or `jobs`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    pool = ProcessPoolExecutor(jobs or cores, multiprocessing.get_context("spawn"), start_worker)
+
+    def outcomes(function: Callable, calls: list[tuple], unit: str) -> Iterator:
+        asked = [pool.submit(function, *call) for call in calls]
+        for done in tqdm(as_completed(asked), total=len(asked), unit=unit, disable=False):
+            yield done.result()
+
+    try:
+        yield outcomes
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str], quality: bool,
               keep: Callable[[dict], None]) -> None:
     """`keep` what came out of each of the wanted runs; those that the cache lacks are trained, each on one thread."""
@@ -2145,18 +2175,12 @@ def train_all(wanted: list[str], home: Path, jobs: int | None, sources: list[str
     missing = [run for run in wanted if not run_file(run, home).exists()]
     missing.sort(key=seed)  # runs on the same data in a row
     if missing:
-        pool = ProcessPoolExecutor(jobs or os.cpu_count(), multiprocessing.get_context("spawn"), start_worker)
-        try:
+        with workers(jobs) as outcomes:
             bases = sorted({*map(seed, missing)})
-            for work, unit, things in ((lambda seed: (prepare, seed, sources, home, quality), "base", bases),
-                                       (lambda run: (train_once, run, home), "run", missing)):
-                asked = [pool.submit(*work(thing)) for thing in things]
-                for done in tqdm(as_completed(asked), total=len(asked), unit=unit, disable=False):
-                    outcome = done.result()
-                    if unit == "run":
-                        keep(outcome)
-        finally:
-            pool.shutdown(cancel_futures=True)
+            for _ in outcomes(prepare, [(seed, sources, home, quality) for seed in bases], "base"):
+                pass
+            for outcome in outcomes(train_once, [(run, home) for run in missing], "run"):
+                keep(outcome)
     for run in wanted:
         keep(train_once(run, home))
 
@@ -2167,6 +2191,8 @@ def reproduce(flags: Reproduce) -> None:
         return reproduce_real(flags)
     if flags.losses != Reproduce.losses:
         raise UserError("--losses: only --real asks for it; leave it out")
+    if flags.seeds and "tuning" in (flags.only or ()):
+        raise UserError("--seeds: --only tuning has seeds of its own, 101 to 104; leave it out")
     out, start = new_file(flags.out, (".md",), "reproduce.md"), time.perf_counter()
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
     experiments, chosen = EXPERIMENTS | {"tuning": tuning}, flags.only or (QUICK if flags.quick else tuple(EXPERIMENTS))
@@ -2453,7 +2479,7 @@ def describe_completions(drawn: list[dict], model: str, config: Config) -> dict[
 def at_kl(run: dict, kl: float) -> float:
     """The reward of a run where it had come `kl` nats away from its base. Between measurements what it lacks to 1, the
     best reward, is taken to shrink by the same factor for each nat: a reward levels off, and a straight line would lie
-    below it. A run that never came so far has its last; NaN where it was farther away at its first measurement."""
+    below it. NaN where it was farther away at its first measurement, or never came so far."""
     steps = sorted(int(name.split()[1]) for name in run if name.startswith("kl "))[1:]
     points = [(run[f"kl {step}"], run[f"reward {step}"]) for step in steps]
     if not points or not kl >= points[0][0]:
@@ -2462,7 +2488,7 @@ def at_kl(run: dict, kl: float) -> float:
         if near <= kl <= far:
             part = (kl - near) / max(far - near, 1e-9)
             return 1 - max(1 - low, 1e-3) ** (1 - part) * max(1 - high, 1e-3) ** part
-    return points[-1][1]
+    return math.nan
 
 
 def real(runs: Runs, losses: Iterable[str], tasks: Iterable[str]) -> tuple[list[str], dict]:
@@ -2484,6 +2510,7 @@ def real(runs: Runs, losses: Iterable[str], tasks: Iterable[str]) -> tuple[list[
         if not any(there.values()):
             text.append(f"{loss.upper()}, {task}: no run is finished.")
             continue
+        paired = lambda *names: all(on_one_device(*(runs.each(flags[name]) for name in names)))
         rows = [[f"{loss.upper()}, {task}", "seeds", "lr, k", "reward", "greedy", "of the gap", "KL to the base, nats",
                  "online's reward there", "length", "distinct pairs", "seconds, drawing"]]
         base = [f"{mean_of(value('offline', what, 0)):.3f}" for what in ("reward", "greedy")]
@@ -2491,7 +2518,9 @@ def real(runs: Runs, losses: Iterable[str], tasks: Iterable[str]) -> tuple[list[
                      f"{mean_of(value('offline', 'distinct', 0)):.2f}", ""])
         for name in [name for name in flags if there[name]]:
             of_three = common(value("offline", "reward"), value(name, "reward"), value("online", "reward"))
-            share = show_share(closed(*of_three)) if len(of_three[0]) and name not in ("offline", "online") else ""
+            share = ""
+            if len(of_three[0]) and name not in ("offline", "online"):
+                share = show_share(closed(*of_three, paired("offline", name, "online")))
             rewards, = common(online_at(runs, flags["online"], value(name, "kl")))
             devices = {run["device"] for run in there[name]}
             seconds = "{:.0f}, {:.0f}".format(*(mean_of(value(name, what)) for what in ("seconds", "drawing")))
@@ -2522,6 +2551,12 @@ def mean_of(values: np.ndarray) -> float:
     return float(np.mean(*common(values))) if not np.isnan(values).all() else math.nan
 
 
+def on_one_device(*variants: list[dict]) -> list[bool]:
+    """Of each seed, whether its runs are of one device. If not, they share no offline data: the base draws other
+    completions on another device."""
+    return [len({run.get("device") for run in runs if run}) < 2 for runs in zip(*variants)]
+
+
 def online_at(runs: Runs, online: str, kl: np.ndarray) -> np.ndarray:
     """The reward of each seed's online run where it had come as far from the base as `kl` says."""
     return np.array([at_kl(run, one) for run, one in zip(runs.each(online), kl)])
@@ -2530,35 +2565,38 @@ def online_at(runs: Runs, online: str, kl: np.ndarray) -> np.ndarray:
 def real_verdicts(title: str, value: Callable[..., np.ndarray], runs: Runs, flags: dict[str, str]) -> list[str]:
     """What a task and a loss say of the paper's claims, as far as there are seeds with all that a claim compares."""
     verdicts, offline, online = [], value("offline", "reward"), value("online", "reward")
+    each = {name: runs.each(flags[name]) for name in flags}
 
-    def compare(ours: np.ndarray, theirs: np.ndarray, what: str, is_better: bool, more: str = "") -> None:
-        ours, theirs = common(ours, theirs)
+    def compare(name: str, other: str, what: str, is_better: bool, more: str = "",
+                theirs: np.ndarray | None = None) -> None:
+        ours, theirs = common(value(name, "reward"), value(other, "reward") if theirs is None else theirs)
         if not len(ours):
             return
-        ahead, few = ours - theirs, len(ours) < 2
-        low, high = np.mean(ahead) - half(ahead), np.mean(ahead) + half(ahead)
-        as_good = high >= 0 and (low > 0 or half(ahead) <= 0.05)
+        ahead, few, paired = np.mean(ours - theirs), len(ours) < 3, all(on_one_device(each[name], each[other]))
+        reach = half(ours - theirs) if paired else math.hypot(half(ours), half(theirs))
+        low, high = ahead - reach, ahead + reach
+        found = f"{ahead:+.3f}" + f" ± {reach:.3f}" * (len(ours) > 1) + (", paired" if paired else ", not paired")
+        as_good = high >= 0 and (low > 0 or reach <= 0.05)
         seeds = f"{len(ours)} seed{'s' * (len(ours) > 1)}"
-        verdicts.append(holds(low > 0 if is_better else as_good, f"{title}, {seeds}: {what}: "
-                              f"{spread(ahead, sign='+')}, paired{more}", few or high > 0))
+        verdicts.append(holds(not few and (low > 0 if is_better else as_good), f"{title}, {seeds}: {what}: "
+                              f"{found}{more}", few or high > 0))
 
-    compare(online, offline, "online ends above offline", True)
+    compare("online", "offline", "online ends above offline", True)
     for name in [name for name in (PAPERS, BOTH) if name in flags]:
         of_three = common(offline, value(name, "reward"), online)
-        share = f"; {show_share(closed(*of_three))} of the gap" if len(of_three[0]) else ""
-        compare(value(name, "reward"), offline, f"{name} does better than offline", True, share)
-        there = online_at(runs, flags["online"], value(name, "kl"))
-        claim = f"{name} gains as much as online at the same distance from the base"
-        compare(value(name, "reward"), there, claim, False)
+        paired = all(on_one_device(each["offline"], each[name], each["online"]))
+        share = f"; {show_share(closed(*of_three, paired))} of the gap" if len(of_three[0]) else ""
+        compare(name, "offline", f"{name} does better than offline", True, share)
+        compare(name, "online", f"{name} gains as much as online at the same distance from the base", False,
+                theirs=online_at(runs, flags["online"], value(name, "kl")))
     if PAPERS in flags and BOTH in flags:
-        compare(value(BOTH, "reward"), value(PAPERS, "reward"), f"{BOTH} does better than {PAPERS}", True)
+        compare(BOTH, PAPERS, f"{BOTH} does better than {PAPERS}", True)
     for name in [name for name in flags if name.startswith(f"{SPARSELY}, ")]:
-        pairs = zip(runs.each(flags["online"]), runs.each(flags[name]))
-        on_one = [a.get("device") == b.get("device") for a, b in pairs]
-        ratio, = common(np.where(on_one, value("online", "seconds") / value(name, "seconds"), math.nan))
+        ratio, = common(np.where(on_one_device(each["online"], each[name]),
+                                 value("online", "seconds") / value(name, "seconds"), math.nan))
         times = f"; every step takes {spread(ratio, 2)} times as long" if len(ratio) else ""
-        compare(value(name, "reward"), online, f"{name} does as well as online", False, times)
-        compare(value(name, "reward"), value(SPARSELY, "reward"), f"{name} does better than without", True)
+        compare(name, "online", f"{name} does as well as online", False, times)
+        compare(name, SPARSELY, f"{name} does better than without", True)
     return verdicts
 
 
@@ -2590,21 +2628,19 @@ def train_all_real(missing: list[str], model: str, home: Path, jobs: int | None,
     seed = lambda run: int(run.split("--seed ")[1])
     missing = sorted(missing, key=lambda run: (seed(run), ONLINE not in run, "grpo" not in run))  # the longest first
     bases = sorted({(run.split()[0], seed(run)) for run in missing if "--sample-every" not in run})
-    pool = ProcessPoolExecutor(jobs or os.cpu_count(), multiprocessing.get_context("spawn"), start_worker)
-    try:
-        for done in [pool.submit(draw_base, *base, model, home) for base in bases]:
-            done.result()
-        asked = [pool.submit(train_real, run, model, home) for run in missing]
-        for done in tqdm(as_completed(asked), total=len(asked), unit="run", disable=False):
-            keep(done.result())
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with workers(jobs) as outcomes:
+        for _ in outcomes(draw_base, [(*base, model, home) for base in bases], "base"):
+            pass
+        for outcome in outcomes(train_real, [(run, model, home) for run in missing], "run"):
+            keep(outcome)
 
 
 def reproduce_real(flags: Reproduce) -> None:
     """Tune, train and report, with every run kept in a file of results."""
     if flags.only:
         raise UserError("--only names experiments on the embedded model; leave it out with --real")
+    if flags.quick and flags.losses != Reproduce.losses:
+        raise UserError("--losses: --quick is GRPO alone; leave one of them out")
     run_folder(flags.real, "--real")
     out, started = new_file(flags.out, (".md",), "real.md"), time.perf_counter()
     name = re.sub(r"[^\w.-]+", "-", flags.real.strip("./"))
@@ -2634,7 +2670,10 @@ def reproduce_real(flags: Reproduce) -> None:
     command += f" --seeds {flags.seeds}" * bool(flags.seeds)
     text.insert(0, f"# humanline on a real language model\n\n`{command}`: {len(runs.wanted.keys() & known)} runs of "
                 f"{REAL_STEPS[-1]} steps. Mean ± half of the 95 % interval over seeds; a seed is the offline data and "
-                "the run, and differences are paired by seed. Seconds are wall-clock, beside what else the machine did.")
+                "the run. Differences are paired by seed, but not where runs are of two devices, which draw different "
+                f"data. The settings are the best of seed {REAL_TUNING_SEED} on the same held-out prompts; one at the "
+                "edge of what was tried (lr 1e-5 to 4e-5, k 1 to 16) may be better beyond. Where the online run was "
+                "as far from the base lies between its measurements. Seconds are wall-clock, beside what else ran.")
     write(out, "\n\n".join(text).replace("\n\n- ", "\n- ") + "\n")
     print("\n\n".join(text))
     print(f"\nreport: {out}, after {(time.perf_counter() - started) / 60:.1f} minutes; the runs are in {results}")
@@ -2664,8 +2703,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
         return 2
-    except (OSError, BrokenExecutor) as error:  # a full disk, a process that was killed; what is in the cache stays
-        print(f"eval.py: stopped: {error}", file=sys.stderr)
+    except (OSError, MemoryError, BrokenExecutor) as error:  # also a process that was killed; the cache stays
+        more = " (its flags go into a --config FILE here)" if isinstance(error, MemoryError) else ""
+        print(f"eval.py: stopped: {error}{more}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("eval.py: stopped", file=sys.stderr)

@@ -1199,6 +1199,8 @@ def go_offline_without_hub(config: Config) -> None:
     if not any(map(on_hub, (config.model, *config.data, config.eval_data, *rewards))):
         return
     from huggingface_hub import constants, get_session
+    if constants.HF_HUB_OFFLINE:
+        return
     answered = threading.Event()
 
     def ask() -> None:

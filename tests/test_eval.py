@@ -324,6 +324,16 @@ def test_the_model_beside_a_run_is_loaded_as_the_run_is(ask, run, tiny, data_fil
     assert found == [("hello", "float32")] * 4
 
 
+def test_a_run_that_sent_its_metrics_elsewhere_is_measured_without_that_package(run, monkeypatch):
+    folder = run("--steps 1")
+    with open(folder / "config.toml", "a") as file:
+        file.write('\ntrack = "wandb"\n')
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: name != "wandb" and find(name, *more))
+    config = evaluation.settings_of(str(folder), evaluation.Accuracy(model=(str(folder),)))
+    assert config.track is None and config.model == str(folder / "final")
+
+
 def test_a_flag_outranks_the_run_though_it_is_the_default(run):
     folder = run("--temperature 0.7 --top-p 0.9 --seed 42 --reward math --steps 1")
     flags = dict(model=(str(folder),))
@@ -1051,7 +1061,41 @@ def test_the_share_of_the_gap_has_an_honest_interval():
         _, low, high = evaluation.closed(offline, 0.72 + luck + chance.normal(0, 0.02, 5), online)
         covered += low <= 0.6 <= high
     assert 0.93 <= covered / rounds <= 0.97
-    assert evaluation.closed(offline, offline + 0.1, offline + chance.normal(0, 0.1, 5))[1:] == (-math.inf, math.inf)
+    nothing = evaluation.closed(offline, offline + 0.1, offline + chance.normal(0, 0.1, 5))
+    assert nothing[1:] == (-math.inf, math.inf) and evaluation.show_share(nothing).endswith("[too small a gap to tell]")
+
+
+def test_the_share_of_the_gap_of_runs_that_share_nothing_has_an_honest_interval_too():
+    chance, covered, rounds = np.random.default_rng(0), 0, 2000
+    for _ in range(rounds):
+        offline, ours, online = (chance.normal(level, 0.02, 5) for level in (0.6, 0.72, 0.8))
+        _, low, high = evaluation.closed(offline, ours, online, paired=False)
+        covered += low <= 0.6 <= high
+    assert covered / rounds >= 0.95
+    same = np.array([0.6, 0.5, 0.7])  # luck that all three share cancels in pairs alone
+    paired, not_paired = (evaluation.closed(same, same + 0.1, same + 0.4, paired) for paired in (True, False))
+    assert paired == pytest.approx((0.25, 0.25, 0.25)) and not_paired[1] < 0 < 0.5 < not_paired[2]
+
+
+def test_a_share_is_shown_with_the_interval_it_has():
+    assert evaluation.show_share(evaluation.closed(*np.array([[0.4], [0.5], [0.8]]))) == "25%"  # one seed
+    assert evaluation.show_share((-2.37, -6.0, -1.0)) == "-237% [-600%, -100%]"
+
+
+def test_runs_of_two_devices_are_compared_but_not_in_pairs():
+    ours, offline = np.array([0.8, 0.7, 0.9]), np.array([0.5, 0.4, 0.6])  # the same luck by seed
+    value = lambda name, what: {evaluation.PAPERS: ours, "offline": offline}.get(name, ours + 0.1)
+    device = dict(zip(("ours", "offline", "online"), ("GPU", "CPU", "CPU")))
+    runs = SimpleNamespace(each=lambda flags: [dict(device=device[flags])] * 3)
+    flags = {evaluation.PAPERS: "ours", "offline": "offline", "online": "online"}
+    verdicts = evaluation.real_verdicts("GRPO", value, runs, flags)
+    assert "online ends above offline: +0.400 ± 0.000, paired" in verdicts[0]
+    assert "does better than offline: +0.300 ± 0.351, not paired" in verdicts[1]  # 4.303 sqrt(2 · 0.01 / 3)
+    device["ours"] = "CPU"
+    assert "+0.300 ± 0.000, paired" in evaluation.real_verdicts("GRPO", value, runs, flags)[1]
+    two = SimpleNamespace(each=runs.each)
+    few = lambda name, what: value(name, what)[:2]
+    assert evaluation.real_verdicts("GRPO", few, two, flags)[0].startswith("- **not decided**")
 
 
 def test_reproduce_trains_once_and_then_reads_its_cache(ask, tiny, data_files, tmp_path, monkeypatch):
@@ -1144,13 +1188,23 @@ def test_a_worker_that_remembers_its_rows_mixes_none_up(tiny, data_files, monkey
 
 @pytest.mark.parametrize("error, said", [
     (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
-    (BrokenProcessPool("a process was terminated abruptly"), "a process was terminated abruptly")])
+    (BrokenProcessPool("a process was terminated abruptly"), "a process was terminated abruptly"),
+    (MemoryError("out of memory; lower --sample-tokens"),
+     "out of memory; lower --sample-tokens (its flags go into a --config FILE here)")])
 def test_bad_luck_while_training_costs_one_line(monkeypatch, capsys, error, said):
     def fail(flags):
         raise error
 
     monkeypatch.setitem(evaluation.COMMANDS, evaluation.Reproduce, fail)
     assert evaluation.main(["reproduce"]) == 1 and capsys.readouterr().err == f"eval.py: stopped: {said}\n"
+
+
+@pytest.mark.parametrize("flags, name", [
+    ("perception --temperature 0.7", "--temperature"), ("data --top-p 0.9", "--top-p"),
+    ("reproduce --real some/model --quick --losses dpo", "--losses"), ("reproduce --only tuning --seeds 2", "--seeds")])
+def test_a_flag_that_would_change_nothing_or_the_wrong_thing_is_refused(capsys, flags, name):
+    assert evaluation.main(flags.split()) == 2
+    assert re.fullmatch(rf"eval.py: error: {name}: .*leave .*out.*\n", capsys.readouterr().err)
 
 
 def test_one_seed_decides_nothing():
@@ -1164,8 +1218,8 @@ def test_one_seed_decides_nothing():
 def test_a_wide_interval_around_0_decides_nothing():
     ahead = np.array([0.3, -0.1, 0.0])
     value = lambda name, what: np.array([0.5, 0.5, 0.5]) + (ahead if name == evaluation.PAPERS else 0)
-    runs = SimpleNamespace(each=lambda flags: [{"kl 0": 0.0, "kl 16": 0.0, "reward 16": 0.5}] * 3)
-    verdicts = evaluation.real_verdicts("GRPO", value, runs, {evaluation.PAPERS: "", "online": ""})
+    runs = SimpleNamespace(each=lambda flags: [{"kl 0": 0, "kl 8": 0.0, "reward 8": 0.5, "kl 16": 9.0, "reward 16": 0.5}] * 3)
+    verdicts = evaluation.real_verdicts("GRPO", value, runs, {evaluation.PAPERS: "", "offline": "", "online": ""})
     assert all(line.startswith("- **not decided**") for line in verdicts[1:]) and len(verdicts) == 3
 
 
@@ -1182,7 +1236,7 @@ def test_between_two_measurements_a_reward_levels_off():
     run = {"kl 0": 0.0, "reward 0": 0.2, "kl 8": 2.0, "reward 8": 0.6, "kl 16": 18.0, "reward 16": 0.9}
     assert evaluation.at_kl(run, 2.0) == pytest.approx(0.6) and evaluation.at_kl(run, 18.0) == pytest.approx(0.9)
     assert evaluation.at_kl(run, 10.0) == pytest.approx(0.8)  # 1 - sqrt(0.4 · 0.1); a straight line gives 0.75
-    assert math.isnan(evaluation.at_kl(run, 1.0)) and evaluation.at_kl(run, 99.0) == 0.9
+    assert math.isnan(evaluation.at_kl(run, 1.0)) and math.isnan(evaluation.at_kl(run, 18.1))
 
 
 def test_students_t_beyond_the_table():

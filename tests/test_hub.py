@@ -93,7 +93,12 @@ def test_the_embedded_default_asks_nobody(monkeypatch):
     def forbidden(*_, **__):
         raise AssertionError("a word to the hub")
 
+    from huggingface_hub import constants
+
     monkeypatch.setattr(humanline.threading, "Thread", forbidden)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    humanline.go_offline_without_hub(humanline.parse_config(["--model", "some/model"]))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     humanline.go_offline_without_hub(humanline.parse_config([]))
     local = ["--data", "embedded:worse=2", "missing.jsonl", "--reward", "exact"]
     humanline.go_offline_without_hub(humanline.parse_config(local))
