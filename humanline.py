@@ -115,7 +115,8 @@ class Config:
     sync_k: int | None = None
     """Set the reference to the policy every so many steps; 0: never. Default: 1 (embedded: 8)."""
     sync_drift: float | None = None
-    """Instead of a fixed k, sync as soon as a step's drift (mean |log-ratio| per token, in nats) passes this."""
+    """Sync as soon as a step's drift (mean |log-ratio| per token, in nats) passes this; by --sync-k only if that is
+    given, too."""
     sync_alpha: float = 1.0  # A soft sync moves the reference this fraction of the way. Below 1 it needs a copy.
     perception: Literal["clip", "sample", "none"] | None = None
     """How the token log-ratio is distorted before the loss sees it. Default: clip with humanline, else none."""
@@ -130,8 +131,8 @@ class Config:
     stale: Literal["taper", "keep", "drop"] | None = None
     """For worse completions (rejected, undesirable, negative advantage). taper: their gradient, and in pairs the chosen
     one's, fades as their log-prob falls below the sampler's (if unknown, the initial policy's). keep: full gradient;
-    each sync lets it push them down further, without limit. drop: no gradient. Default: taper with the embedded model
-    and humanline, else keep."""
+    each sync lets it push them down further, without limit. drop: no gradient. Their KL (--kl-beta) keeps its own.
+    Default: taper with the embedded model and humanline, else keep."""
     prior: float | None = None
     """Count this many extra rollouts in each group, with the mean reward of all groups. So a group with only correct
     answers still has a gradient that keeps them, against what other groups teach. Default: 1 with the embedded model
@@ -221,7 +222,7 @@ class Config:
     eval_temperature: float | None = None  # Sampling temperature for them. Default: --temperature.
     eval_top_p: float | None = None  # Nucleus sampling for them. Default: --top-p.
     rollouts: bool = True
-    """Write each completion that is drawn into rollouts.jsonl, or eval_rollouts.jsonl if held out: some 25 bytes per
+    """Write each sampled completion into rollouts.jsonl, or eval_rollouts.jsonl if held out: some 25 bytes per
     token, and the prompt. --data reads the file back, with the tokens as they were sampled."""
     track: Literal["tensorboard", "wandb"] | None = None  # Send the metrics there, too; pip install it.
     config: str | None = None  # A .toml file of these settings; flags override it.
@@ -478,7 +479,7 @@ class LossInputs:
 def sequences_of(group: Group, config: Config, **fields: list) -> list[Sequence]:
     """A group's completions as sequences. fields: a list of values each, one for each completion."""
     if group.logps and needs_sampler_logps(config):
-        fields["sampler_logps"] = [torch.tensor(values) for values in group.logps]
+        fields["sampler_logps"] = [torch.tensor(values, dtype=torch.float32) for values in group.logps]
     return [Sequence(group.prompt, completion, group.row, **{name: values[i] for name, values in fields.items()})
             for i, completion in enumerate(group.completions)]
 
@@ -486,6 +487,8 @@ def group_with_advantages(group: Group, config: Config, mean_reward: float) -> l
     """GRPO: the whole group is one unit."""
     rewards, ids = torch.tensor(group.rewards, dtype=torch.float64), torch.zeros(len(group.rewards), dtype=torch.long)
     advantages = group_advantages(rewards, ids, 0.01, config.scale_rewards, config.prior or 0.0, mean_reward).tolist()
+    if all(is_same(reward, mean_reward if config.prior else group.rewards[0]) for reward in group.rewards):
+        advantages = [0.0] * len(advantages)  # and no rounding errors
     return [sequences_of(group, config, advantage=advantages, is_chosen=[advantage > 0 for advantage in advantages])]
 
 def is_same(reward: float, mean_reward: float) -> bool:
@@ -583,6 +586,8 @@ def train(config: Config) -> "Run":
         signals = stack.enter_context(stop_signals())
         if run.before is None:
             run.before = run.latest = run.measure(0)
+        if not len(run.progress):  # resumed at its end, as --steps is less now
+            run.latest = run.measure(config.steps)
 
         for step in run.progress:
             step_started, sample_seconds, about_rollouts = time.perf_counter(), 0.0, {}
@@ -612,8 +617,7 @@ def train(config: Config) -> "Run":
             k, most_drift = config.sync_k, config.sync_drift
             if (k and step % k == 0) or (most_drift and report["drift"] > most_drift):
                 reference.sync(step)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, config)
+            optimizer.param_groups[0]["lr"] = learning_rate(step, config)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -652,14 +656,14 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         draw_rejections(policy, batch, config)
     names = ("loss tokens unclamped clamped_low clamped_high clip_low clip_high drift kl logp logp_wanted wanted "
              "chosen rejected entropy entropy_tokens sampler_gap stale_weight worse").split()
-    trained = [sequence for sequence in batch.sequences if not loss.is_idle(sequence, config)]
+    taught = [sequence for sequence in batch.sequences if not loss.is_idle(sequence, config)]
     if config.stale == "taper":  # over the whole batch, as all means are
-        mean_surprisal = -float(torch.cat([s.sampler_logps for s in trained]).mean()) if trained else 0.0
+        mean_surprisal = -float(torch.cat([s.sampler_logps for s in taught]).mean()) if taught else 0.0
 
     def backward() -> Tensor:  # of this rank's share; where memory runs out, again in smaller microbatches
         policy.zero_grad()
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
-        for microbatch in cut(trained, config):
+        for microbatch in cut(taught, config):
             entropies: list[Tensor] = []
             log_ratio, ref_log_ratio, mask, logps = log_ratios(policy, microbatch, config, entropies.append)  # forward
             sequences = microbatch or [Sequence([], [])]
@@ -696,8 +700,8 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
                 ]).double()
         return sums
 
-    sums = fit_memory(backward, trained, config)
-    parameters = [p for p in policy.parameters() if p.requires_grad]
+    sums = fit_memory(backward, taught, config)
+    parameters = trained(policy).values()
     for p in parameters:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     if world_size() > 1 and not config.shard:  # sharded, FSDP has added them up in its backward pass
@@ -783,8 +787,8 @@ def step_report(batch: "Batch", sums: dict[str, float], kl: Tensor | None, confi
     names += ["clip_low", "clip_high"] if loss.clipped else []
     if draws_outside(config):
         names.append("sampler_gap")
-        report["lag"] = (batch.step - 1) % config.sample_every
-        report["lag"] += config.sample_every if config.draw_ahead and batch.step > config.sample_every else 0
+        is_ahead = config.draw_ahead and batch.step > config.sample_every
+        report["lag"] = (batch.step - 1) % config.sample_every + is_ahead * config.sample_every
     report |= {name: sums[name] / max(1, sums["tokens"]) for name in names}
     if sums["wanted"]:
         report["logp_wanted"] = sums["logp_wanted"] / sums["wanted"]
@@ -1067,18 +1071,20 @@ def cut_lines(path: Path, end: int) -> None:
     kept = path.with_suffix(".new")
     with open(path, "rb") as old, open(kept, "wb") as new:
         for text in old:
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                if int(json.loads(text)["step"]) < end and text.endswith(b"\n"):
-                    new.write(text)
+            if text.endswith(b"\n") and (line := read_line(text)) and line["step"] < end:
+                new.write(text)
     kept.replace(path)
+
+def read_line(text: bytes) -> dict | None:
+    """A line that has a step; None of one that a crash cut off or the disk damaged."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        line = json.loads(text)
+        return line | dict(step=int(line["step"]))
 
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl, without what a crash cut off or the disk damaged."""
-    lines, texts = [], path.read_bytes().splitlines() if path.exists() else []
-    for text in texts:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            line = json.loads(text)
-            lines.append(line | dict(step=int(line["step"])))
+    texts = path.read_bytes().splitlines() if path.exists() else []
+    lines = [line for line in map(read_line, texts) if line]
     if len(lines) < len(texts):
         warn(f"{path}: {len(texts) - len(lines)} damaged lines are left out")
     return lines
@@ -1087,7 +1093,8 @@ def tracker(config: Config, out: Path, first_step: int) -> Callable[[dict], None
     """What --track does with a line of metrics."""
     if config.track == "wandb":
         import wandb
-        run = wandb.init(project="humanline", name=out.name, dir=str(out), config=dataclasses.asdict(config))
+        with explained("--track wandb", "run `wandb login`, or set WANDB_MODE=offline"):
+            run = wandb.init(project="humanline", name=out.name, dir=str(out), config=dataclasses.asdict(config))
         return lambda line: run.log(line, step=line["step"])
     if config.track == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
@@ -1254,17 +1261,17 @@ def load_policy(config: Config, device: torch.device, has_weights: bool = True) 
             policy.activation_checkpointing_enable()
         elif config.checkpoint_activations:  # its older name
             policy.gradient_checkpointing_enable(dict(use_reentrant=False))
-        if not has_weights:
-            config.share_prompts = config.share_prompts and can_share_prompts(policy, config)
-            return policy.train(), tokenizer
-        layers = [module for module in policy.modules() if type(module).__name__ in (policy._no_split_modules or ())]
-        if config.compile:
-            for layer in layers:  # compiled once for all of them, and for all lengths of a batch
+        if has_weights:
+            split = policy._no_split_modules or ()
+            layers = [module for module in policy.modules() if type(module).__name__ in split]
+            for layer in layers if config.compile else ():  # once for all of them, and for all lengths of a batch
                 layer.compile(dynamic=True)
-        if config.shard:
-            shard(policy, layers, device, config)
-        policy.to(device).train()
-    check_output_head(policy, config)
+            if config.shard:
+                shard(policy, layers, device, config)
+            policy.to(device)
+    policy.train()
+    if has_weights:
+        check_output_head(policy, config)
     config.share_prompts = config.share_prompts and can_share_prompts(policy, config)
     return policy, tokenizer
 
@@ -1351,8 +1358,9 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
     window = "sliding" if getattr(text, "sliding_window", None) else "full_attention"
     kinds = set(getattr(text, "layer_types", None) or [window])
     pair = [Sequence([1, 2, 3, 4], [5, 6, 7]), Sequence([1, 2, 3, 4], [7, 6])]
-    if text._attn_implementation != "sdpa" or kinds != {"full_attention"} or policy.device.type == "meta":
-        return kinds == {"full_attention"} and text._attn_implementation == "sdpa"
+    fits = kinds == {"full_attention"} and text._attn_implementation == "sdpa"
+    if not fits or policy.device.type == "meta":
+        return fits
     eager = torch.compiler.set_stance("force_eager")
     with contextlib.suppress(Exception), mixed_precision(policy.device, config), eager:  # may raise anything
         apart = log_probs(policy, pair)[0]
@@ -1423,8 +1431,8 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
         if prompt_id is not None and len(row.rewards) == 1 and not row.labelled:  # HALOs: a group as several rows
             prompt_id = f"{prompt_id} {row.prompt}"  # of several runs, one id may be of several prompts
             if prompt_id in first_of_prompt:
-                for name in ("completions", "rewards", "tokens", "logps"):
-                    getattr(first_of_prompt[prompt_id], name).extend(getattr(row, name))
+                for values in ("completions", "rewards", "tokens", "logps"):
+                    getattr(first_of_prompt[prompt_id], values).extend(getattr(row, values))
                 continue
             first_of_prompt[prompt_id] = row
         rows.append(row)
@@ -1443,6 +1451,7 @@ def read_table(name: str, source: str) -> Iterator[dict]:
     kind, split = FILE_KINDS.get(Path(path).suffix.lower()), rest[-1] if rest else "train"
     require(kind or not Path(path).is_file(), f"{source}: a file of no known kind; there are {', '.join(FILE_KINDS)}")
     require(not kind or Path(path).exists(), f"{source}: no such file")
+    require(not kind or not rest, f"{source}: a file has no parts; leave :{':'.join(rest)} out")
     if kind in ("json", "csv"):  # values as they are written, where `datasets` would make dates and numbers of texts
         yield from read_text_table(Path(path), kind, source)
         return
@@ -1463,7 +1472,7 @@ def read_text_table(path: Path, kind: str, source: str) -> Iterator[dict]:
         if kind == "csv":
             for fields in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"))):
                 for key in {"label", "reward"} & fields.keys():
-                    with contextlib.suppress(ValueError):
+                    with contextlib.suppress(ValueError, AttributeError):  # no number; a cell that is not there
                         fields[key] = json.loads(fields[key].lower())
                 yield {key: value or None for key, value in fields.items()}
             return
@@ -1617,7 +1626,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
         foreign += bool(row.tokens) and not is_ours
         require(prompt, f"{row.where}: the tokenizer makes no tokens of the prompt; is it the model's own?")
         room = config.max_new_tokens if online or not completions else 1
-        too_long = online and config.max_length and len(prompt) + room > config.max_length
+        too_long = config.max_length and len(prompt) + room > config.max_length
         if too_long or (config.max_prompt_length and len(prompt) > config.max_prompt_length):
             long_prompts += 1
             continue
@@ -2334,12 +2343,12 @@ class Reference:
                 "--ref lookahead must know when the next sync comes, and --sync-drift does not; use --ref copy")
         require(config.ref != "lookahead" or config.sync_alpha == 1,
                 "--ref lookahead takes the policy as reference, and --sync-alpha below 1 a mixture; use --ref copy")
-        is_asked, self.copies = config.kl_beta or not self.apart, is_copied(config)
+        self.copies = is_copied(config)
         self.model: Module | None = None
         if self.copies and not config.lora:
             self.model = load_policy(config, policy.device)[0].requires_grad_(False)
         self.weights: list[Tensor] | None = None  # put aside
-        if self.model is None and (self.copies or (is_asked and self.apart)):
+        if self.model is None and (self.copies or (config.kl_beta and self.apart)):
             self.put_weights_aside()  # the initial policy's, for the whole run, or as the copy
         self.until = 0  # the last step that the present reference serves
         if config.stale == "taper" and not config.sample_every:  # unknown samplers: the initial policy stands in
@@ -2898,7 +2907,8 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     settings = state["settings"]
     for name, value in json.loads(json.dumps(vars(config))).items():
         require(name in FREE_ON_RESUME or value == settings.get(name), f"--resume {path}: the run has {flag_of(name)} "
-                f"{settings.get(name)}, not {value}; resume it with its own config.toml")
+                f"{settings.get(name)}, not {value}; resume it with its own config.toml"
+                + (f" and {flag_of(name)} {settings.get(name)}" if name in config.untyped else ""))
     require(state.get("data") == batches.fingerprint, f"--resume {path}: the rows of --data have changed since then")
     require(state.get("base") == getattr(policy, "base_hash", None), f"--resume {path}: its adapters belong to other "
             f"weights than those that {config.model} now holds; name the model that the run began with")
@@ -3020,7 +3030,7 @@ def warn(message: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The whole program; returns the exit status."""
-    status, failure = 0, ""
+    status, failure, config = 0, "", None
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and config.out is not None:
@@ -3044,6 +3054,10 @@ def main(argv: list[str] | None = None) -> int:
         failure, status = f"humanline.py: error: {error}", 2
     except (FloatingPointError, MemoryError, OSError) as error:
         failure, status = f"humanline.py: stopped: {error}", 1
+    except RuntimeError as error:
+        if config is None or not is_out_of_memory(error):
+            raise
+        failure, status = f"humanline.py: stopped: {str(error).splitlines()[0]:.200}; {less_memory(config)}", 1
     except KeyboardInterrupt:  # before the first step, or a second one
         failure, status = "humanline.py: stopped at once; what was saved before stays", 130
     if failure:
@@ -3073,6 +3087,8 @@ def parse_config(argv: list[str]) -> Config:
                     setattr(config, part, getattr(typed, part))
         if typed.sync_drift is not None and typed.sync_k is None:  # a drift, if typed, replaces the file's k
             config.sync_k = None
+        if typed.sync_k is not None and typed.sync_drift is None:
+            config.sync_drift = None
     config.untyped = tuple(name for name, value in vars(Config()).items() if getattr(config, name) == value)
     require(config.loss in LOSSES, f"--loss {config.loss}: {suggest(config.loss, LOSSES)}")
     loss, defaults = LOSSES[config.loss], DEFAULTS | LOSSES[config.loss].defaults
@@ -3189,6 +3205,7 @@ def to_toml(config: Config) -> str:
     for name, value in vars(config).items():
         if value is not None and name not in ("out", "config", "resume", "untyped"):
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            text = text.replace("Infinity", "inf") if isinstance(value, float) else text
             is_default = name in config.untyped and name not in ("loss", "model", "data", "seed")
             lines.append(f"{'# ' * is_default}{name} = {text}\n")
     return "".join(lines)
@@ -3197,10 +3214,10 @@ def in_words(config: Config) -> dict[str, str]:
     """What the run is, for people."""
     drew = "as it is when rollouts come" if config.draw_ahead else "which drew the rollouts"
     anchor = f"the reference is the old policy, {drew}"
-    if config.sync_k:
-        anchor = f"the reference is synced every {config.sync_k} steps"
-    elif config.sync_drift:
-        anchor = f"the reference is synced when the drift passes {config.sync_drift}"
+    if config.sync_k or config.sync_drift:
+        often = [f"every {config.sync_k} steps"] if config.sync_k else []
+        often += [f"when the drift passes {config.sync_drift}"] if config.sync_drift else []
+        anchor = f"the reference is synced {' and '.join(often)}"
     elif takes_old_policy(config):
         anchor = f"the ratio is to the old policy, {drew}"
         anchor += ", the KL to the initial policy" if config.kl_beta else ""
@@ -3242,10 +3259,16 @@ def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
     same = sum(len(unit) == 2 and unit[0].completion == unit[1].completion for unit in units)
     kinds = {sequence.is_chosen for unit in units for sequence in unit}
     ended = next((row.where for row in rows if row.prompt[-1]["role"] == "assistant"), "")
-    clip = f"[{config.log_eps_p}, {config.log_eps_r}]"
+    clip, words = f"[{config.log_eps_p}, {config.log_eps_r}]", in_words(config)
     of_grpo, of_kto = "epsilon epsilon_high ratio scale_rewards average", "desirable_weight undesirable_weight"
     others = dict(grpo=f"beta {of_kto}", dpo=f"{of_grpo} {of_kto}", kto=of_grpo).get(config.loss, "")
     idle = [flag_of(name) for name in others.split() if getattr(config, name) != getattr(Config, name)]
+    parts = dict(clip="log_eps_p log_eps_r", sample="gamma_p gamma_r beta_p beta_r", sync="sync_alpha")
+    used = {config.perception, "sync" if is_synced(config) else ""}
+    unused = [flag_of(name) for part in parts.keys() - used for name in parts[part].split()
+              if config.humanline and getattr(config, name) != getattr(Config, name)]
+    unmeasured = [flag_of(name) for name in "eval_every eval_prompts eval_samples eval_greedy eval_temperature "
+                  "eval_top_p".split() if name not in config.untyped and config.eval_data is None]
     for text, is_so in {
         f"{same} pairs have the same completion on both sides": same and LOSSES[config.loss].unit == "pair",
         "all examples are of one kind, so KTO has nothing to hold them against":
@@ -3254,6 +3277,10 @@ def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
             config.perception == "clip" and not config.log_eps_p < 0 < config.log_eps_r,
         f"{', '.join(idle)} does nothing with --loss {config.loss}"
         + "; the weight of GRPO's KL is --kl-beta" * ("--beta" in idle): idle,
+        f"{', '.join(sorted(unused))} does nothing here: {words['objective']}, perception: {words['perceived']}": unused,
+        f"{', '.join(unmeasured)}: nothing is measured without --eval-data": unmeasured,
+        "each step has the completions of one prompt, so that KTO's reference point z0 is 0; raise --batch-size":
+            config.loss == "kto" and config.sample_every and batches.prompts_per_step == 1,
         "--reward is of what is drawn; without --sample-every and --eval-data nothing is":
             "reward" not in config.untyped and not config.sample_every and config.eval_data is None,
         f"{config.steps} steps of {config.batch_size} go through the data {passes:.0f} times": units and passes > 10,
@@ -3268,7 +3295,8 @@ def last_line(run: Run) -> str:
     config = run.config
     is_ours = getattr(LOSSES[config.loss].compute, "__module__", None) == __name__  # else the user's script knows it
     script, quote = "humanline.py" if is_ours else Path(sys.argv[0]).name, lambda path: shlex.quote(str(path))
-    again = f"python {script} --config {quote(run.out / 'config.toml')}"
+    start = f"torchrun --nproc_per_node {os.environ.get('LOCAL_WORLD_SIZE', 1)}" if world_size() > 1 else "python"
+    again = f"{start} {script} --config {quote(run.out / 'config.toml')}"
     if run.stopped_at:
         resume = f"{again} --out {quote(run.out)} --resume latest"
         return f"stopped after step {run.stopped_at} of {config.steps}, saved; go on with: {resume}"

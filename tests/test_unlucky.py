@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -489,3 +490,120 @@ def test_ranks_that_are_started_again_go_on_from_where_the_user_said_until_there
     (tmp_path / "out" / "checkpoint" / "step-00000002").mkdir(parents=True)
     assert humanline.main([*flags, "--resume", given]) == 1
     assert seen == [given, "latest", "latest"]
+
+
+# --- what a seventh reader found --------------------------------------------------------------------------------------
+
+
+def test_a_group_without_a_difference_has_no_advantage_though_its_mean_is_rounded():
+    group = humanline.Group(0, [1], [[2]] * 8, [0.1] * 8)  # eight times 0.1 is less than 0.8
+    (unit,) = humanline.group_with_advantages(group, humanline.parse_config(["--prior", "0"]), 0.5)
+    assert [(s.advantage, s.is_chosen) for s in unit] == [(0.0, False)] * 8
+    (unit,) = humanline.group_with_advantages(group, humanline.parse_config(["--prior", "1"]), 0.5)
+    assert all(s.advantage < 0 for s in unit)  # against the prior's rollout
+    (unit,) = humanline.group_with_advantages(group, humanline.parse_config(["--prior", "1"]), sum([0.1] * 8) / 8)
+    assert [s.advantage for s in unit] == [0.0] * 8
+
+
+def test_log_probs_that_a_tool_has_made_whole_numbers_stay_fractions_beside_others():
+    group = humanline.Group(0, [1], [[2], [3]], [0.0, 1.0], logps=[[0], [-0.5]])
+    (unit,) = humanline.group_with_advantages(group, humanline.parse_config(["--stale", "taper"]), 0.5)
+    assert [s.sampler_logps.dtype for s in unit] == [torch.float32] * 2
+
+
+def test_a_run_that_is_ended_at_its_checkpoint_is_measured_there(tiny, data_files, tmp_path):
+    out = tmp_path / "out"
+    flags = short_run(tiny, data_files["groups"], out, f"--eval-data {data_files['prompts']} --eval-prompts 4")
+    humanline.train(humanline.parse_config([*flags, "--save-every", "2"]))
+    humanline.shutil.rmtree(out / "final")
+    run = humanline.train(humanline.parse_config([*flags, "--resume", "latest", "--steps", "2"]))
+    assert (out / "final").exists() and run.latest is not run.before
+    steps = [json.loads(line)["step"] for line in (out / "eval_rollouts.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == [0, 2]
+
+
+@pytest.mark.parametrize("flags, said", [
+    ("--gamma-p 0.3 --log-eps-r 2", "--gamma-p does nothing here: GRPO with humanline, perception: a clip to [-1.5, 2.0]"),
+    ("--perception sample --log-eps-p -1 --log-eps-r 1", "--log-eps-p, --log-eps-r does nothing here: GRPO with "
+     "humanline, perception: rejection sampling"),
+    ("--sync-k 0 --sync-alpha 0.5", "--sync-alpha does nothing here: GRPO with perception only, perception: a clip to "
+     "[-1.5, 1.5]"),
+    ("--no-humanline --log-eps-p -1", ""),
+    ("--eval-every 2 --eval-samples 3", "--eval-every, --eval-samples: nothing is measured without --eval-data"),
+    ("--eval-every 2 --eval-data PROMPTS", ""),
+    ("--loss kto --sample-every 1 --group-size 4", "each step has the completions of one prompt, so that KTO's "
+     "reference point z0 is 0; raise --batch-size")])
+def test_what_does_nothing_is_named(tiny, data_files, tmp_path, capsys, flags, said):
+    flags = flags.replace("PROMPTS", data_files["prompts"])
+    humanline.train(humanline.parse_config(short_run(tiny, data_files["groups"], tmp_path / "out", f"{flags} --steps 1")))
+    words = "does nothing here|nothing is measured|reference point"
+    warned = [line for line in capsys.readouterr().err.splitlines() if re.search(words, line)]
+    assert warned == ([f"humanline.py: warning: {said}"] if said else [])
+
+
+@pytest.mark.parametrize("where, words", [("AdamW.step", "--lora 16"), ("Module.to", "--checkpoint-activations")])
+def test_without_memory_for_the_optimizer_or_the_model_the_run_ends_in_one_line(
+        tiny, data_files, tmp_path, capsys, monkeypatch, where, words):
+    def no_memory(*args, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    flags = short_run(tiny, data_files["groups"], tmp_path / "out")
+    if where == "AdamW.step":
+        monkeypatch.setattr(torch.optim.AdamW, "step", no_memory)
+    else:
+        monkeypatch.setattr("transformers.LlamaForCausalLM.to", no_memory)
+    assert humanline.main(flags) == 1
+    stopped = [line for line in capsys.readouterr().err.splitlines() if "stopped" in line]
+    assert len(stopped) == 1 and "CUDA out of memory" in stopped[0] and words in stopped[0]
+
+
+def test_a_clip_with_one_end_is_kept_in_config_toml(tmp_path):
+    config = humanline.parse_config(["--log-eps-r", "inf", "--log-eps-p=-inf", "--lr", "1e-6"])
+    (tmp_path / "config.toml").write_text(humanline.to_toml(config), encoding="utf-8")
+    again = humanline.read_config(str(tmp_path / "config.toml"))
+    assert (again.log_eps_p, again.log_eps_r, again.lr) == (-float("inf"), float("inf"), 1e-6)
+
+
+def test_a_k_that_is_typed_replaces_the_files_drift(tmp_path):
+    (tmp_path / "config.toml").write_text("sync_drift = 0.2\n")
+    flags = ["--config", str(tmp_path / "config.toml"), "--sync-k", "12"]
+    config, both = humanline.parse_config(flags), humanline.parse_config([*flags, "--sync-drift", "0.1"])
+    assert (config.sync_k, config.sync_drift) == (12, None) and (both.sync_k, both.sync_drift) == (12, 0.1)
+    assert "synced every 12 steps and when the drift passes 0.1" in humanline.in_words(both)["anchor"]
+
+
+def test_the_command_to_go_on_starts_as_many_ranks(tiny, monkeypatch):
+    made = SimpleNamespace(config=humanline.parse_config(["--model", tiny]), out=Path("runs/a"), stopped_at=3)
+    monkeypatch.setattr(humanline, "world_size", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "go on with: torchrun --nproc_per_node 2 humanline.py --config" in humanline.last_line(made)
+
+
+def test_a_file_has_no_parts_to_choose(tiny, data_files, tmp_path, capsys):
+    said = complaint(["--model", tiny, "--data", f"{data_files['groups']}:train[:10]"], tmp_path, capsys)
+    assert "groups.jsonl:train[:10]: a file has no parts; leave :train[:10] out" in said
+
+
+def test_a_prompt_beyond_max_length_is_dropped_offline_too(tiny, tmp_path, capsys):
+    rows = rows_of("groups")
+    long = dict(rows[0], prompt="12" * 40)
+    data = write_jsonl(tmp_path / "rows.jsonl", [long, *rows[1:]])
+    humanline.train(humanline.parse_config(short_run(tiny, str(data), tmp_path / "out", "--max-length 30")))
+    assert "dropped 1 prompts and" in capsys.readouterr().err
+
+
+def test_a_csv_row_that_ends_early_is_named(tiny, tmp_path, capsys):
+    (tmp_path / "rows.csv").write_text("prompt,completion,label\na,b,true\nc,d\n")
+    said = complaint(["--model", tiny, "--data", str(tmp_path / "rows.csv"), "--loss", "kto"], tmp_path, capsys)
+    assert "rows.csv row 2" in said and "NoneType" not in said
+
+
+def test_a_dtype_that_the_machine_chose_is_named_where_another_machine_resumes(
+        tiny, data_files, tmp_path, capsys, monkeypatch):
+    flags = short_run(tiny, data_files["groups"], tmp_path / "out", "--save-every 2")
+    humanline.train(humanline.parse_config(flags))
+    humanline.shutil.rmtree(tmp_path / "out" / "final")
+    monkeypatch.setattr(humanline, "pays_mixed", lambda *_: True)
+    assert humanline.main([*flags, "--resume", "latest"]) == 2
+    said = capsys.readouterr().err
+    assert "the run has --dtype float32, not mixed; resume it with its own config.toml and --dtype float32" in said
