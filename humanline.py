@@ -2193,6 +2193,8 @@ def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> lis
 def model_reward(name: str, config: Config, device: torch.device) -> Callable[..., list]:
     """A sequence classifier's `score`, or else its last logit, of each dialogue in the classifier's chat template."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.models.llama import modeling_llama
+    vars(modeling_llama).setdefault("LLAMA_INPUTS_DOCSTRING", "")  # ArmoRM's code imports it; transformers 5 has none
     trust = dict(trust_remote_code=config.trust_remote_code)
     dtype = torch.bfloat16 if device.type == "cuda" and config.dtype != "float32" else torch.float32
     tokenizer, load = AutoTokenizer.from_pretrained(name, **trust), AutoModelForSequenceClassification.from_pretrained

@@ -482,6 +482,26 @@ def test_a_reward_model_needs_neither_padding_nor_a_chat_template(reward_model, 
     assert plain != by_hand(reward_model) and not warnings(capsys)
 
 
+def test_a_reward_model_may_bring_code_that_imports_what_transformers_5_has_no_more(reward_model, tmp_path):
+    folder = tmp_path / "model"  # as ArmoRM's code does
+    shutil.copytree(reward_model, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["auto_map"] = {"AutoModelForSequenceClassification": "theirs.Theirs"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "theirs.py").write_text(
+        "from transformers import LlamaForSequenceClassification\n"
+        "from transformers.models.llama.modeling_llama import LLAMA_INPUTS_DOCSTRING\n"
+        "from transformers.utils import add_start_docstrings_to_model_forward\n\n"
+        "class Theirs(LlamaForSequenceClassification):\n"
+        "    @add_start_docstrings_to_model_forward(LLAMA_INPUTS_DOCSTRING)\n"
+        "    def forward(self, *args, **more):\n"
+        "        out = super().forward(*args, **more)\n"
+        "        out.score = out.logits + 100\n"
+        "        return out\n")
+    scores = load(f"model:{folder}", trust_remote_code=True)([PROMPT] * 5, COMPLETIONS, [{}] * 5)
+    assert scores == pytest.approx([100 + value for value in by_hand(reward_model)], abs=1e-4)
+
+
 def test_a_reward_models_own_score_goes_before_its_logits(reward_model, monkeypatch):
     from transformers import LlamaForSequenceClassification
 
