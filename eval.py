@@ -15,7 +15,7 @@ name or folder, or `embedded`. Beside a run, a model that is none is asked as th
 log-probs are the training code's, from humanline.py.
 
 Every interval covers 95 %. What is resampled is problems, never single samples: the samples of one problem are alike.
-Those of `reproduce` are over seeds, on the same held-out problems.
+Those of `reproduce` are over seeds.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class RowSettings(Settings):
     """What every command that loads a model and reads rows takes."""
 
     limit: int | None = None
-    """Read only this many rows of each source."""
+    """Read only this many rows of each source. Default: the run's."""
     max_prompt_length: int | None = None
     """Longest prompt, in tokens; rows with longer ones are dropped."""
     reward: tuple[str, ...] | None = None
@@ -2205,7 +2205,7 @@ def reproduce(flags: Reproduce) -> None:
         raise UserError("--results: it holds the runs of `stale`, `long` or `column`; write --only with one of them, "
                         "or leave it out")
     results = new_file(flags.results, (".jsonl",), flag="--results") if flags.results else None
-    known = read_results(results) if results else {}
+    known = read_results(results, of_real=False) if results else {}
 
     def keep(outcome: dict) -> None:
         known[outcome["flags"]] = outcome
@@ -2240,11 +2240,14 @@ def reproduce(flags: Reproduce) -> None:
             picture_stale(runs, out.with_suffix(".png") if alone else out.with_name(f"{out.stem}-{name}.png"), task)
 
 
-def read_results(path: Path) -> dict[str, dict]:
-    """The runs of a file of `write_results`, by their flags."""
+def read_results(path: Path, of_real: bool) -> dict[str, dict]:
+    """The runs of a file of --results, by their flags. Raises UserError where they are not all of --real, or some."""
     with humanline.explained(f"--results {path}", "name a file of `reproduce --results`, or a new one"):
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return {run["flags"]: run for run in map(json.loads, lines)}
+        known = {run["flags"]: run for run in map(json.loads, lines)}
+    if any((flags.split()[0] in TASKS) != of_real for flags in known):
+        raise UserError(f"--results {path}: its runs are {'not' if of_real else 'those'} of --real; name another file")
+    return known
 
 
 def write_results(path: Path, runs: dict[str, dict]) -> None:
@@ -2334,6 +2337,7 @@ REAL_STEPS = (0, 16, 32, 48, 64)
 REAL_SIZE = {"grpo": "--batch-size 4", "dpo": "--batch-size 8", "kto": "--batch-size 16"}  # completions: 32, 16, 16
 ALONE = "offline + humanline, better completions alone, prior"
 SPARSELY = "every 16 steps"
+UNCLIPPED = "offline, without GRPO's own clip"  # which, with a reference that stays, holds a run near its base
 # --lr and --sync-k: the best in both tasks together, on seed 101. What is not here yet is searched for.
 REAL_TUNED = {
     ("grpo", "offline"): ("2e-5", "0"), ("grpo", PAPERS): ("2e-5", "4"), ("grpo", ALONE): ("4e-5", "4"),
@@ -2351,7 +2355,8 @@ def real_variants(loss: str) -> dict[str, tuple[str, str]]:
     if loss == "grpo":
         drawn = f"--sample-every {SPARSELY.split()[1]}"
         variants |= {ALONE: (alone, ALONE), SPARSELY: (f"{drawn} {NEVER}", "online"),
-                     f"{SPARSELY}, humanline": (f"{drawn} {papers}", PAPERS)}
+                     f"{SPARSELY}, humanline": (f"{drawn} {papers}", PAPERS),
+                     UNCLIPPED: (f"{NEVER} --epsilon 1000 --epsilon-high 1000", "offline")}
     return variants
 
 
@@ -2597,6 +2602,9 @@ def real_verdicts(title: str, value: Callable[..., np.ndarray], runs: Runs, flag
         times = f"; every step takes {spread(ratio, 2)} times as long" if len(ratio) else ""
         compare(name, "online", f"{name} does as well as online", False, times)
         compare(name, SPARSELY, f"{name} does better than without", True)
+    if UNCLIPPED in flags:
+        compare(UNCLIPPED, "offline", f"{UNCLIPPED}, does better than with it", True)
+        compare(UNCLIPPED, PAPERS, f"{UNCLIPPED}, does as well as {PAPERS}", False)
     return verdicts
 
 
@@ -2641,11 +2649,12 @@ def reproduce_real(flags: Reproduce) -> None:
         raise UserError("--only names experiments on the embedded model; leave it out with --real")
     if flags.quick and flags.losses != Reproduce.losses:
         raise UserError("--losses: --quick is GRPO alone; leave one of them out")
-    run_folder(flags.real, "--real")
+    run = run_folder(flags.real, "--real")
+    model = str(run / "final") if run else flags.real
     out, started = new_file(flags.out, (".md",), "real.md"), time.perf_counter()
     name = re.sub(r"[^\w.-]+", "-", flags.real.strip("./"))
     results = new_file(flags.results or f"evals/real-{name}.jsonl", (".jsonl",), flag="--results")
-    known, home = read_results(results), Path("evals", results.stem)  # home: of the offline data
+    known, home = read_results(results, of_real=True), Path("evals", results.stem)  # home: of the offline data
     os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # of the processes that train
     losses, tasks = (flags.losses, tuple(TASKS)) if not flags.quick else (("grpo",), ("sentiment",))
     runs = Runs(list(range(1, 1 + (flags.seeds or (1 if flags.quick else 3)))), known)
@@ -2664,7 +2673,7 @@ def reproduce_real(flags: Reproduce) -> None:
             raise UserError("--real: one of its rewards is not installed; pip install vaderSentiment")
         for folder in (home, results.parent):
             folder.mkdir(parents=True, exist_ok=True)
-        train_all_real(missing, flags.real, home, flags.jobs, keep)
+        train_all_real(missing, model, home, flags.jobs, keep)
     command = f"python eval.py reproduce --real {'FOLDER' if Path(flags.real).exists() else flags.real}"
     command += " --quick" * flags.quick + f" --losses {' '.join(losses)}" * (losses != Reproduce.losses)
     command += f" --seeds {flags.seeds}" * bool(flags.seeds)

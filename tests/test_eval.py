@@ -1199,6 +1199,15 @@ def test_bad_luck_while_training_costs_one_line(monkeypatch, capsys, error, said
     assert evaluation.main(["reproduce"]) == 1 and capsys.readouterr().err == f"eval.py: stopped: {said}\n"
 
 
+@pytest.mark.parametrize("flags, of, said", [
+    ("--only stale", "sentiment --loss grpo --seed 1", "its runs are those of --real"),
+    ("--real some/model --no-train", "--loss grpo --seed 1", "its runs are not of --real")])
+def test_results_of_another_kind_are_refused(tmp_path, capsys, flags, of, said):
+    (tmp_path / "results.jsonl").write_text(json.dumps(dict(flags=of)) + "\n")
+    assert evaluation.main(["reproduce", *flags.split(), "--results", str(tmp_path / "results.jsonl")]) == 2
+    assert f"{said}; name another file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags, name", [
     ("perception --temperature 0.7", "--temperature"), ("data --top-p 0.9", "--top-p"),
     ("reproduce --real some/model --quick --losses dpo", "--losses"), ("reproduce --only tuning --seeds 2", "--seeds")])
