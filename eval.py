@@ -2337,6 +2337,7 @@ def picture_report(runs: Runs, syncing: bool, path: Path) -> None:
 # A reward that knows degrees, and one that is 0 or 1. Rows: configs/{topics,checks}.jsonl, held out: …-test.jsonl.
 TASKS = {"sentiment": "topics", "checked": "checks"}
 REAL_STEPS = (0, 16, 32, 48, 64)
+DISTANCES = (4, 8, 14, 20)  # nats
 REAL_SIZE = {"grpo": "--batch-size 4", "dpo": "--batch-size 8", "kto": "--batch-size 16"}  # completions: 32, 16, 16
 ALONE = "offline + humanline, better completions alone, prior"
 SPARSELY = "every 16 steps"
@@ -2544,7 +2545,20 @@ def real(runs: Runs, losses: Iterable[str], tasks: Iterable[str]) -> tuple[list[
                              for run in finished[:1] for place, one in run["samples"].items()
                              if place in ("worst", "median", "best"))
             samples += [f"- {loss.upper()}, {task}, {name}: {said}"] if said else []
+    text += [at_distances(curves, task) for task in dict.fromkeys(task for task, _ in curves)]
     return [*text, *verdicts, "What the final models write to held-out prompts (the first seed):", *samples], curves
+
+
+def at_distances(curves: dict, task: str) -> str:
+    """A table of what the runs of a task earned on the way, where they were equally far from their base."""
+    rows = [[f"{task}: reward at a KL of", *(f"{kl} nats" for kl in DISTANCES)]]
+    for (of, loss), variants in curves.items():
+        for name, runs in variants.items() if of == task else ():
+            rewards = [common(np.array([at_kl(run, kl) for run in runs]))[0] for kl in DISTANCES]
+            if any(map(len, rewards)):
+                rows.append([f"{loss.upper()}, {name}", *(f"{np.mean(one):.2f} ({len(one)})" if len(one) else ""
+                                                          for one in rewards)])
+    return f"{markdown(rows)}\n\nIn brackets: of how many seeds; between two measurements as above."
 
 
 def common(*values: np.ndarray) -> list[np.ndarray]:
@@ -2605,7 +2619,7 @@ def real_verdicts(title: str, value: Callable[..., np.ndarray], runs: Runs, flag
         compare(name, "online", f"{name} does as well as online", False, times)
         compare(name, SPARSELY, f"{name} does better than without", True)
     if UNCLIPPED in flags:
-        compare(UNCLIPPED, "offline", f"{UNCLIPPED}, does better than with it", True)
+        compare(UNCLIPPED, "offline", f"{UNCLIPPED}, does better than offline", True)
         compare(UNCLIPPED, PAPERS, f"{UNCLIPPED}, does as well as {PAPERS}", False)
     return verdicts
 

@@ -936,6 +936,9 @@ def test_the_real_experiment_tunes_first_and_then_compares_what_the_tuning_chose
     assert "- **holds**: KTO, checked, 3 seeds: online ends above offline: +0.600 ± 0.000, paired" in report
     assert "offline + humanline gains as much as online at the same distance from the base: -0.100" in report
     assert 'best 1.00: "two' in report
+    far = next(line for line in report.splitlines() if line.startswith("| KTO, offline + humanline |"))
+    assert "| checked: reward at a KL of | 4 nats | 8 nats | 14 nats | 20 nats |" in report
+    assert far.split(" | ")[1] == "" and far.endswith("| 0.80 (3) |")  # first measured at 5 nats, last at 20
 
 
 def test_the_real_experiment_does_not_try_the_low_rate_where_the_high_one_is_better(monkeypatch):
