@@ -835,7 +835,17 @@ def test_the_runs_come_seed_by_seed_grpo_first():
     evaluation.stale(runs)
     seed = lambda flags: int(flags.split()[-1])
     wanted = sorted(runs.wanted, key=seed)  # as `train_all` sorts
-    assert [flags.split()[1] for flags in wanted] == (["grpo"] * 11 + ["dpo"] * 6 + ["kto"] * 6) * 3
+    assert [flags.split()[1] for flags in wanted] == (["grpo"] * 12 + ["dpo"] * 6 + ["kto"] * 6) * 3
+
+
+def test_offline_runs_without_grpos_clip_differ_from_plain_ones_in_that_alone():
+    plain, unclipped = (humanline.parse_config(evaluation.stale_variants("grpo")[name].split())
+                        for name in ("offline", evaluation.UNCLIPPED))
+    differ = {name for name, value in vars(plain).items() if value != getattr(unclipped, name)} - {"untyped"}
+    assert differ == {"epsilon", "epsilon_high"} and unclipped.epsilon == unclipped.epsilon_high == 1000
+    assert evaluation.UNCLIPPED not in evaluation.stale_variants("dpo")
+    real = evaluation.real_variants("grpo")
+    assert real[evaluation.UNCLIPPED] == (f"{real['offline'][0]} --epsilon 1000 --epsilon-high 1000", "offline")
 
 
 @pytest.mark.parametrize("task", [*evaluation.MADE_OF_SUMS.values()])
@@ -865,10 +875,10 @@ def test_results_are_read_back_and_drawn_again_without_training(ask, tmp_path, m
     monkeypatch.setattr(evaluation, "train_all", lambda *_: pytest.fail("trained again"))
     before = path.read_bytes()
     said = ask("reproduce --only stale --seeds 3 --results stale.jsonl")
-    assert "69 runs, seeds 1 to 3" in said and "GRPO, 3 seeds" in said and path.read_bytes() == before
+    assert "72 runs, seeds 1 to 3" in said and "GRPO, 3 seeds" in said and path.read_bytes() == before
     assert (tmp_path / "evals" / "reproduce.png").exists()
     said = ask("reproduce --only stale --seeds 5 --results stale.jsonl --no-train")
-    assert "69 runs" in said and "GRPO, 3 seeds" in said and "not all 11 runs are there: 4 (0), 5 (0)." in said
+    assert "72 runs" in said and "GRPO, 3 seeds" in said and "not all 12 runs are there: 4 (0), 5 (0)." in said
 
 
 def test_what_is_trained_is_added_to_the_results(ask, tiny, data_files, tmp_path, monkeypatch):
