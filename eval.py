@@ -1835,6 +1835,7 @@ COLUMN = Sums("a written addition of two numbers of twelve digits, some 110 toke
                    kto="--batch-size 64 --lr 1.25e-4"))
 MADE_OF_SUMS = dict(stale=SHORT, long=LONG, column=COLUMN)  # by the names of the experiments
 UNCLIPPED, NO_CLIP = "offline, no ratio clip", f"{NEVER} --epsilon 1000 --epsilon-high 1000"
+BARE = "no humanline, taper, prior"  # with GRPO: and no ratio clip
 PAPERS, BOTH = "offline + humanline", "offline + humanline, taper, prior"
 
 
@@ -1848,10 +1849,11 @@ def stale_variants(loss: str, task: Sums = SHORT) -> dict[str, str]:
     if task is SHORT:
         switches |= {f"{PAPERS}, k = 8": form(8, "keep", 0)} if loss == "grpo" else {}
         switches |= {f"{PAPERS}, taper": form(8, "taper", 0), f"{PAPERS}, prior": form(8, "keep", 1)}
-    switches[BOTH] = both
+    switches |= {BOTH: both, BARE: f"{NO_CLIP if loss == 'grpo' else NEVER} --stale taper --prior 1"}
     if loss == "grpo":
         if task is SHORT:
-            switches |= {f"{PAPERS}, better completions alone, prior": form(8, "drop", 1), UNCLIPPED: NO_CLIP}
+            switches[f"{PAPERS}, better completions alone, prior"] = form(8, "drop", 1)
+        switches[UNCLIPPED] = NO_CLIP
         for lag in task.drawn_every:
             name, drawn = f"every {lag} steps", f"--sample-every {lag}"
             if task is not COLUMN:
@@ -1938,6 +1940,12 @@ def compare_forms(runs: Runs, task: Sums) -> list[str]:
             f"closes most of the gap: {spread(more, sign='+')}, paired; {fell} of {len(own.seeds)} runs collapsed; "
             f"{show_share(share)} (asked: 70%)",
             undecided=not fell and not np.mean(more) + half(more) <= 0 and not share[2] <= 0.7))
+        if BARE in flags:
+            more = last(BOTH) - last(BARE)
+            clip = " and GRPO's ratio clip" if loss == "grpo" else ""
+            verdicts.append(holds(
+                np.mean(more) - half(more) > 0, f"{loss.upper()}, taper and prior do better with humanline than without "
+                f"it{clip}: {spread(more, sign='+')}, paired", np.mean(more) + half(more) > 0))
         noted = [run for variant in flags.values() for run in own.each(variant) if "warned" in run or "metrics" in run]
         if noted:
             verdicts.append(warned_in_time(noted, "exact").replace("the trainer", f"{loss.upper()}, the trainer"))
@@ -2271,7 +2279,7 @@ def picture_stale(runs: Runs, path: Path, task: Sums = SHORT) -> None:
     figure, (axis, *rest) = new_figure(4.2 if with_lags else 4.8, 1, 2 if with_lags else 1)
     (own, _), steps, variants = finished(runs, "grpo", task), (0, *task.steps), stale_variants("grpo", task)
     shown = {name: flags for name, flags in variants.items()
-             if name != UNCLIPPED and not (with_lags and name.startswith("every "))}
+             if name not in (UNCLIPPED, BARE) and not (with_lags and name.startswith("every "))}
     for i, (name, flags) in enumerate(shown.items()):
         curve = np.array([own(flags, f"exact {step}") for step in steps])
         colour, dash = OKABE_ITO[i % 7], "--" if name.startswith("every ") else DASHES[i // 7 * 2]
@@ -2360,7 +2368,7 @@ def real_variants(loss: str) -> dict[str, tuple[str, str]]:
         variants |= {ALONE: (alone, ALONE), SPARSELY: (f"{drawn} {NEVER}", "online"),
                      f"{SPARSELY}, humanline": (f"{drawn} {papers}", PAPERS),
                      UNCLIPPED: (NO_CLIP, "offline")}
-    return variants
+    return variants | {BARE: (f"{NO_CLIP if loss == 'grpo' else NEVER} --stale taper --prior 1", "offline")}
 
 
 def real_flags(task: str, loss: str, switches: str, lr: str, k: int | str) -> str:
@@ -2612,6 +2620,10 @@ def real_verdicts(title: str, value: Callable[..., np.ndarray], runs: Runs, flag
                 theirs=online_at(runs, flags["online"], value(name, "kl")))
     if PAPERS in flags and BOTH in flags:
         compare(BOTH, PAPERS, f"{BOTH} does better than {PAPERS}", True)
+    if BARE in flags:
+        compare(BARE, "offline", f"{BARE}, does better than offline", True)
+        if BOTH in flags:
+            compare(BOTH, BARE, f"{BOTH} does better than {BARE}", True)
     for name in [name for name in flags if name.startswith(f"{SPARSELY}, ")]:
         ratio, = common(np.where(on_one_device(each["online"], each[name]),
                                  value("online", "seconds") / value(name, "seconds"), math.nan))
@@ -2637,7 +2649,7 @@ def picture_real(curves: dict, path: Path, against: str) -> None:
             i = names.index(name)
             points = np.array([[(run[f"{against} {step}"], run[f"reward {step}"]) for step in REAL_STEPS]
                                for run in runs])  # (seeds, steps, 2)
-            dash = "--" if name.startswith(SPARSELY) else ":" if name == UNCLIPPED else "-"
+            dash = "--" if name.startswith(SPARSELY) else ":" if name in (UNCLIPPED, BARE) else "-"
             style = dict(color=OKABE_ITO[i % 7], linestyle=dash)
             for seed in points if len(points) > 1 else []:
                 axis.plot(*seed.T, linewidth=0.5, alpha=0.4, **style)

@@ -750,8 +750,9 @@ class Stale(dict):
     """Runs of `stale` or `long` with known outcomes: `ends` has pass@1 by what the flags hold, the first that fits."""
 
     def __init__(self, **ends):
-        self.ends = {"--sample-every 1 ": 0.95, "--stale taper --prior 1": 0.94, "--stale taper": 0.8, "--prior 1": 0.4,
-                     "--no-humanline": 0.8, "": 0.3} | ends.pop("ends", {})
+        self.ends = {"--sample-every 1 ": 0.95, "1000 --stale taper": 0.9, "--no-humanline --stale taper": 0.94,
+                     "--stale taper --prior 1": 0.94, "--stale taper": 0.8, "--prior 1": 0.4, "--no-humanline": 0.8,
+                     "": 0.3} | ends.pop("ends", {})
         self.bases = dict.fromkeys(range(1, 6), 0.7) | ends.pop("bases", {})
 
     def get(self, flags, default=None):
@@ -775,9 +776,12 @@ def test_a_form_that_collapses_and_one_that_does_not_are_told_apart():
     assert "0.302 ± 0.002" in paper and "-0.500 ± 0.000" in paper and "| 0.301 | 3 of 3 |" in paper
     assert "+0.140 ± 0.000" in both and "93% [93%, 93%]" in both and "| 0.941 | 0 of 3 | 10, 2 |" in both
     verdicts = [line for line in lines if line.startswith("- **")]
-    assert len(verdicts) == 8  # the paper's form, for GRPO with two k; the other form; every 64 steps
+    assert len(verdicts) == 11  # the paper's form, for GRPO with two k; the other, and without humanline; every 64 steps
     assert sum("**does not hold**: " in line and "as in the paper" in line for line in verdicts) == 4
     assert sum("**holds**: " in line and "with taper and prior" in line for line in verdicts) == 3
+    alone = "taper and prior do better with humanline than without it"
+    assert f"**holds**: GRPO, {alone} and GRPO's ratio clip: +0.040 ± 0.000, paired" in said
+    assert f"**does not hold**: DPO, {alone}: +0.000 ± 0.000, paired" in said
     assert "**does not hold**: GRPO, every 64 steps, humanline, taper, prior" in said  # -0.010 ± 0.000
     assert "takes 1.10 ± 0.00 times as long" in said
 
@@ -826,7 +830,7 @@ def test_seeds_that_are_not_finished_or_never_learned_are_said_and_left_out():
     said = "\n".join(evaluation.stale(pretended(Some(bases={1: 0.3}))))
     assert "GRPO, 2 seeds" in said and "| DPO, 1 seed |" in said and "KTO: no seed is finished." in said
     assert "Seed 1 is left out: its base never learned addition (pass@1 0.300). There: offline 0.801" in said
-    assert "Left out are the seeds of which not all 6 runs are there: 3 (4).\n" in said
+    assert "Left out are the seeds of which not all 7 runs are there: 3 (4).\n" in said
     assert "nan" not in said and "**not decided**: DPO, with taper and prior" in said  # one seed
 
 
@@ -835,7 +839,7 @@ def test_the_runs_come_seed_by_seed_grpo_first():
     evaluation.stale(runs)
     seed = lambda flags: int(flags.split()[-1])
     wanted = sorted(runs.wanted, key=seed)  # as `train_all` sorts
-    assert [flags.split()[1] for flags in wanted] == (["grpo"] * 12 + ["dpo"] * 6 + ["kto"] * 6) * 3
+    assert [flags.split()[1] for flags in wanted] == (["grpo"] * 13 + ["dpo"] * 7 + ["kto"] * 7) * 3
 
 
 def test_offline_runs_without_grpos_clip_differ_from_plain_ones_in_that_alone():
@@ -844,6 +848,11 @@ def test_offline_runs_without_grpos_clip_differ_from_plain_ones_in_that_alone():
     differ = {name for name, value in vars(plain).items() if value != getattr(unclipped, name)} - {"untyped"}
     assert differ == {"epsilon", "epsilon_high"} and unclipped.epsilon == unclipped.epsilon_high == 1000
     assert evaluation.UNCLIPPED not in evaluation.stale_variants("dpo")
+    for loss, than in (("grpo", evaluation.UNCLIPPED), ("dpo", "offline")):  # taper and prior, and nothing of humanline
+        plain, bare = (humanline.parse_config(evaluation.stale_variants(loss)[name].split())
+                       for name in (than, evaluation.BARE))
+        differ = {name for name, value in vars(plain).items() if value != getattr(bare, name)} - {"untyped"}
+        assert differ == {"stale", "prior"} and not humanline.is_synced(bare) and bare.perception == "none"
     real = evaluation.real_variants("grpo")
     assert real[evaluation.UNCLIPPED] == (f"{real['offline'][0]} --epsilon 1000 --epsilon-high 1000", "offline")
 
@@ -875,10 +884,10 @@ def test_results_are_read_back_and_drawn_again_without_training(ask, tmp_path, m
     monkeypatch.setattr(evaluation, "train_all", lambda *_: pytest.fail("trained again"))
     before = path.read_bytes()
     said = ask("reproduce --only stale --seeds 3 --results stale.jsonl")
-    assert "72 runs, seeds 1 to 3" in said and "GRPO, 3 seeds" in said and path.read_bytes() == before
+    assert "81 runs, seeds 1 to 3" in said and "GRPO, 3 seeds" in said and path.read_bytes() == before
     assert (tmp_path / "evals" / "reproduce.png").exists()
     said = ask("reproduce --only stale --seeds 5 --results stale.jsonl --no-train")
-    assert "72 runs" in said and "GRPO, 3 seeds" in said and "not all 12 runs are there: 4 (0), 5 (0)." in said
+    assert "81 runs" in said and "GRPO, 3 seeds" in said and "not all 13 runs are there: 4 (0), 5 (0)." in said
 
 
 def test_what_is_trained_is_added_to_the_results(ask, tiny, data_files, tmp_path, monkeypatch):
@@ -937,7 +946,7 @@ def test_the_real_experiment_tunes_first_and_then_compares_what_the_tuning_chose
     assert list(map(len, tuning)) == [2 * 3 * 2, 2 * 3, 2 * 2, 0]  # two rates each in both tasks, the third rate, two k
     assert all("--lr 1e-5" in flags for flags in tuning[1])
     ks, reported = tuning[2], [flags for asked in turns for flags in asked if not flags.endswith("--seed 101")]
-    assert len(reported) == 2 * 4 * 3  # tasks, variants, seeds
+    assert len(reported) == 2 * 5 * 3  # tasks, variants, seeds
     assert all("--lr 2e-5" in flags for flags in ks + reported)
     assert all("--sync-k 4 " in flags for flags in reported if "--no-humanline" not in flags)
     assert set(curves) == {("sentiment", "kto"), ("checked", "kto")}
@@ -945,6 +954,8 @@ def test_the_real_experiment_tunes_first_and_then_compares_what_the_tuning_chose
     assert "| offline + humanline | 3 | 2e-5, 4 | 0.802 ± 0.002 | 0.802 ± 0.002 | 83% [83%, 83%] |" in report
     assert "- **holds**: KTO, checked, 3 seeds: online ends above offline: +0.600 ± 0.000, paired" in report
     assert "offline + humanline gains as much as online at the same distance from the base: -0.100" in report
+    assert ("- **holds**: KTO, checked, 3 seeds: offline + humanline, taper, prior does better than no humanline, taper, "
+            "prior: +0.500 ± 0.000, paired") in report
     assert 'best 1.00: "two' in report
     far = next(line for line in report.splitlines() if line.startswith("| KTO, offline + humanline |"))
     assert "| checked: reward at a KL of | 4 nats | 8 nats | 14 nats | 20 nats |" in report
@@ -963,7 +974,7 @@ def test_the_real_experiment_reports_the_variants_whose_tuning_is_finished(monke
         None if variant == evaluation.PAPERS else ("2e-5", "4")))
     text, curves, _ = pretended_real(losses=("kto",), tasks=("checked",))
     assert text[0] == f"KTO, checked: the tuning is not finished for: {evaluation.PAPERS}; {evaluation.BOTH}."
-    assert list(curves["checked", "kto"]) == ["offline", "online"]
+    assert list(curves["checked", "kto"]) == ["offline", "online", evaluation.BARE]
 
 
 def test_the_real_experiment_says_what_does_not_hold():
@@ -988,7 +999,7 @@ def test_the_real_experiment_reports_what_is_there_and_compares_the_seeds_that_t
     assert "| online | 1 | 2e-5 | 0.903 |" in report and "| offline | 3 | 2e-5 |" in report
     assert "- **not decided**: KTO, checked, 1 seed: online ends above offline: +0.600, paired" in report
     assert "- **holds**: KTO, checked, 3 seeds: offline + humanline does better than offline: +0.500 ± 0.000" in report
-    assert [len(runs) for runs in curves["checked", "kto"].values()] == [3, 3, 3, 1]
+    assert [len(runs) for runs in curves["checked", "kto"].values()] == [3, 3, 3, 1, 3]
 
 
 def test_the_real_experiment_is_drawn(tmp_path):
