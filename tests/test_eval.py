@@ -751,8 +751,8 @@ class Stale(dict):
 
     def __init__(self, **ends):
         self.ends = {"--sample-every 1 ": 0.95, "1000 --stale taper": 0.9, "--no-humanline --stale taper": 0.94,
-                     "--stale taper --prior 1": 0.94, "--stale taper": 0.8, "--prior 1": 0.4, "--no-humanline": 0.8,
-                     "": 0.3} | ends.pop("ends", {})
+                     "--perception none": 0.93, "--stale taper --prior 1": 0.94, "--stale taper": 0.8, "--prior 1": 0.4,
+                     "--no-humanline": 0.8, "": 0.3} | ends.pop("ends", {})
         self.bases = dict.fromkeys(range(1, 6), 0.7) | ends.pop("bases", {})
 
     def get(self, flags, default=None):
@@ -776,12 +776,13 @@ def test_a_form_that_collapses_and_one_that_does_not_are_told_apart():
     assert "0.302 ± 0.002" in paper and "-0.500 ± 0.000" in paper and "| 0.301 | 3 of 3 |" in paper
     assert "+0.140 ± 0.000" in both and "93% [93%, 93%]" in both and "| 0.941 | 0 of 3 | 10, 2 |" in both
     verdicts = [line for line in lines if line.startswith("- **")]
-    assert len(verdicts) == 11  # the paper's form, for GRPO with two k; the other, and without humanline; every 64 steps
+    assert len(verdicts) == 12  # the paper's form, for GRPO with two k; the other, against none or a part; every 64 steps
     assert sum("**does not hold**: " in line and "as in the paper" in line for line in verdicts) == 4
     assert sum("**holds**: " in line and "with taper and prior" in line for line in verdicts) == 3
-    alone = "taper and prior do better with humanline than without it"
-    assert f"**holds**: GRPO, {alone} and GRPO's ratio clip: +0.040 ± 0.000, paired" in said
-    assert f"**does not hold**: DPO, {alone}: +0.000 ± 0.000, paired" in said
+    assert ("**does not hold**: GRPO, taper and prior do as well without humanline and GRPO's ratio clip: "
+            "-0.040 ± 0.000, paired") in said
+    assert "**does not hold**: GRPO, taper and prior do as well without humanline's clip: -0.010 ± 0.000" in said
+    assert "**holds**: DPO, taper and prior do as well without humanline: +0.000 ± 0.000, paired" in said
     assert "**does not hold**: GRPO, every 64 steps, humanline, taper, prior" in said  # -0.010 ± 0.000
     assert "takes 1.10 ± 0.00 times as long" in said
 
@@ -839,7 +840,7 @@ def test_the_runs_come_seed_by_seed_grpo_first():
     evaluation.stale(runs)
     seed = lambda flags: int(flags.split()[-1])
     wanted = sorted(runs.wanted, key=seed)  # as `train_all` sorts
-    assert [flags.split()[1] for flags in wanted] == (["grpo"] * 13 + ["dpo"] * 7 + ["kto"] * 7) * 3
+    assert [flags.split()[1] for flags in wanted] == (["grpo"] * 14 + ["dpo"] * 7 + ["kto"] * 7) * 3
 
 
 def test_offline_runs_without_grpos_clip_differ_from_plain_ones_in_that_alone():
@@ -853,6 +854,9 @@ def test_offline_runs_without_grpos_clip_differ_from_plain_ones_in_that_alone():
                        for name in (than, evaluation.BARE))
         differ = {name for name, value in vars(plain).items() if value != getattr(bare, name)} - {"untyped"}
         assert differ == {"stale", "prior"} and not humanline.is_synced(bare) and bare.perception == "none"
+    whole, sync_alone = (humanline.parse_config(evaluation.stale_variants("grpo")[name].split())
+                         for name in (evaluation.BOTH, evaluation.SYNCED_ALONE))
+    assert {name for name, value in vars(whole).items() if value != getattr(sync_alone, name)} == {"perception", "untyped"}
     real = evaluation.real_variants("grpo")
     assert real[evaluation.UNCLIPPED] == (f"{real['offline'][0]} --epsilon 1000 --epsilon-high 1000", "offline")
 
@@ -884,10 +888,10 @@ def test_results_are_read_back_and_drawn_again_without_training(ask, tmp_path, m
     monkeypatch.setattr(evaluation, "train_all", lambda *_: pytest.fail("trained again"))
     before = path.read_bytes()
     said = ask("reproduce --only stale --seeds 3 --results stale.jsonl")
-    assert "81 runs, seeds 1 to 3" in said and "GRPO, 3 seeds" in said and path.read_bytes() == before
+    assert "84 runs, seeds 1 to 3" in said and "GRPO, 3 seeds" in said and path.read_bytes() == before
     assert (tmp_path / "evals" / "reproduce.png").exists()
     said = ask("reproduce --only stale --seeds 5 --results stale.jsonl --no-train")
-    assert "81 runs" in said and "GRPO, 3 seeds" in said and "not all 13 runs are there: 4 (0), 5 (0)." in said
+    assert "84 runs" in said and "GRPO, 3 seeds" in said and "not all 14 runs are there: 4 (0), 5 (0)." in said
 
 
 def test_what_is_trained_is_added_to_the_results(ask, tiny, data_files, tmp_path, monkeypatch):
@@ -954,8 +958,8 @@ def test_the_real_experiment_tunes_first_and_then_compares_what_the_tuning_chose
     assert "| offline + humanline | 3 | 2e-5, 4 | 0.802 ± 0.002 | 0.802 ± 0.002 | 83% [83%, 83%] |" in report
     assert "- **holds**: KTO, checked, 3 seeds: online ends above offline: +0.600 ± 0.000, paired" in report
     assert "offline + humanline gains as much as online at the same distance from the base: -0.100" in report
-    assert ("- **holds**: KTO, checked, 3 seeds: offline + humanline, taper, prior does better than no humanline, taper, "
-            "prior: +0.500 ± 0.000, paired") in report
+    assert ("- **does not hold**: KTO, checked, 3 seeds: no humanline, taper, prior, does as well as offline + humanline, "
+            "taper, prior: -0.500 ± 0.000, paired") in report
     assert 'best 1.00: "two' in report
     far = next(line for line in report.splitlines() if line.startswith("| KTO, offline + humanline |"))
     assert "| checked: reward at a KL of | 4 nats | 8 nats | 14 nats | 20 nats |" in report
