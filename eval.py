@@ -1950,7 +1950,8 @@ def compare_forms(runs: Runs, task: Sums) -> list[str]:
                 more = last(name) - last(BOTH)
                 within = np.mean(more) + half(more) >= 0
                 verdicts.append(holds(within and half(more) <= 0.05, f"{loss.upper()}, taper and prior do as well "
-                                      f"without {without}: {spread(more, sign='+')}, paired", undecided=within))
+                                      f"without {without}: {spread(more, sign='+')}, paired",
+                                      undecided=within or len(more) < 2))
         noted = [run for variant in flags.values() for run in own.each(variant) if "warned" in run or "metrics" in run]
         if noted:
             verdicts.append(warned_in_time(noted, "exact").replace("the trainer", f"{loss.upper()}, the trainer"))

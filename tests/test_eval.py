@@ -833,6 +833,7 @@ def test_seeds_that_are_not_finished_or_never_learned_are_said_and_left_out():
     assert "Seed 1 is left out: its base never learned addition (pass@1 0.300). There: offline 0.801" in said
     assert "Left out are the seeds of which not all 7 runs are there: 3 (4).\n" in said
     assert "nan" not in said and "**not decided**: DPO, with taper and prior" in said  # one seed
+    assert "**not decided**: DPO, taper and prior do as well without humanline: +0.000, paired" in said
 
 
 def test_the_runs_come_seed_by_seed_grpo_first():
