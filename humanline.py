@@ -861,6 +861,7 @@ class Run:
             self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
 
         self.policy, tokenizer = load_policy(config, device)
+        config.share_prompts = all(gather_from_ranks(config.share_prompts))  # all ranks must cut their batches alike
         self.sampler = Sampler(self.policy, tokenizer, config)
         groups = encode_rows(self.rows, self.sampler, online=bool(config.sample_every))
         largest = max(token for group in groups for ids in (group.prompt, *group.completions) for token in ids)
@@ -877,6 +878,7 @@ class Run:
             self.sampler.external = ExternalSampler(self.sampler, self.batches, self.optimizer, stack)
         first = 1 + (load_checkpoint(checkpoint, self.optimizer, self.reference) if checkpoint else 0)
         self.saver = Saver(self.out / "checkpoint", config, checkpoint)
+        stack.callback(self.saver.wait)  # however the run ends
 
         metrics = self.out / "metrics.jsonl"
         earlier = from_first_rank(lambda: [line for line in read_metrics(metrics) if line["step"] < first])
@@ -1333,7 +1335,7 @@ def shard(policy: Module, layers: list[Module], device: torch.device, config: Co
     """FSDP2: each rank keeps its part of every layer's weights, and gathers a layer when it is needed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
     mesh, mixed = dist.init_device_mesh(device.type, (world_size(),)), is_mixed(config)
-    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    precision = MixedPrecisionPolicy(torch.bfloat16 if mixed else None, torch.float32)
     for module in [*layers, policy]:  # resharded, so that parameters() are always the shards
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.completion_logps = functools.partial(completion_logps, policy)
@@ -2161,7 +2163,7 @@ class Reward:
             try:
                 values, count = self.function(*samples), len(samples[1])
             except Exception as error:
-                return error
+                return error.with_traceback(None)  # its frames would hold the tensors of a reward model
             is_good = isinstance(values, list) and len(values) == count
             return values if is_good else ValueError(f"{values!r:.60} is no list of {count}")
 
@@ -2348,7 +2350,7 @@ class Reference:
         self.copies = is_copied(config)
         self.model: Module | None = None
         if self.copies and not config.lora:
-            self.model = load_policy(config, policy.device)[0].requires_grad_(False)
+            self.model = load_policy(dataclasses.replace(config), policy.device)[0].requires_grad_(False)
         self.weights: list[Tensor] | None = None  # put aside
         if self.model is None and (self.copies or (config.kl_beta and self.apart)):
             self.put_weights_aside()  # the initial policy's, for the whole run, or as the copy
@@ -2740,6 +2742,7 @@ def join_ranks() -> torch.device:
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         patience = datetime.timedelta(hours=4)  # while one writes a large model, or its engine starts anew
+        store.set_timeout(patience)
         dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, timeout=patience)
     return device
 
@@ -2971,10 +2974,16 @@ See [Humanline: Online Alignment as Perceptual Loss](https://arxiv.org/abs/2509.
 """
 
 def whole_weights(policy: Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """The weights by name, gathered from all ranks, on the CPU: those of `names`, or all; a tied head comes once."""
+    """The weights by name, gathered from all ranks, in the host memory of rank 0; on the others none of them. Those of
+    `names`, or all; a tied head comes once."""
     every, distinct = (dict(policy.named_parameters(remove_duplicate=once)) for once in (False, True))
     names = distinct.keys() | (policy.state_dict().keys() - every.keys()) if names is None else names
-    return {name: full(value.detach()).cpu() for name, value in policy.state_dict().items() if name in names}
+    weights = {}
+    for name, value in policy.state_dict().items():
+        value = full(value.detach()) if name in names else None
+        if value is not None and rank() == 0:
+            weights[name] = value.cpu()
+    return weights
 
 def write_weights(path: Path, policy: Module, tokenizer: Any, dtype: str) -> None:
     """The policy as it is, for an external sampler: an ordinary Hugging Face folder."""
@@ -3067,6 +3076,10 @@ def main(argv: list[str] | None = None) -> int:
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's own report ends with what it finds there
             with contextlib.suppress(OSError):  # the disk may be full
                 Path(path).write_text(json.dumps(dict(message=failure, timestamp=int(time.time()))))
+    if failure and world_size() > 1 and torch.cuda.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # NCCL's own end would wait for ranks that wait for this one; torchrun ends them
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
@@ -3286,6 +3299,8 @@ def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
         "--reward is of what is drawn; without --sample-every and --eval-data nothing is":
             "reward" not in config.untyped and not config.sample_every and config.eval_data is None,
         f"{config.steps} steps of {config.batch_size} go through the data {passes:.0f} times": units and passes > 10,
+        f"--dtype bfloat16: at --lr {config.lr:g} most updates are below half a bf16 step of their weight, and lost; "
+        "--dtype mixed or --lora keeps them": config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5,
         f"{ended}: its prompt ends in the assistant's turn, which the completion then follows": ended,
         "--limit also cuts the held-out rows": config.limit and config.eval_data and config.limit < config.eval_prompts,
     }.items():
@@ -3413,7 +3428,7 @@ def make_model(part: str, held_out: bool, folder: Path) -> None:
     recipe, tokenizer = RECIPES[part], embedded_tokenizer()
     for start in range(10):  # one start in ten or so never gets the idea of addition
         if recipe.parent:
-            model = load_policy(Config(model=f"embedded:{recipe.parent}"), torch.device("cpu"))[0]
+            model = load_policy(Config(model=f"embedded:{recipe.parent}", compile=False), torch.device("cpu"))[0]
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(embedded_seed() + 1000 * start)
@@ -3465,7 +3480,7 @@ def make_data(part: str, held_out: bool, folder: Path) -> None:
     rows, test_rows = RECIPES[part].rows()
     rows = test_rows if held_out else rows[: RECIPES[part].data_prompts]
     if not held_out:
-        model, tokenizer = load_policy(Config(model=f"embedded:{part}"), torch.device("cpu"))
+        model, tokenizer = load_policy(Config(model=f"embedded:{part}", compile=False), torch.device("cpu"))
         print(f"drawing {len(rows) * GROUP:,} completions from the embedded model, once ...", flush=True)
         for row, group in zip(rows, draw_answers(model, tokenizer, part, rows, GROUP)):
             texts = tokenizer.batch_decode(group.completions, skip_special_tokens=True)

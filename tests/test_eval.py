@@ -859,6 +859,8 @@ def test_offline_runs_without_grpos_clip_differ_from_plain_ones_in_that_alone():
                          for name in (evaluation.BOTH, evaluation.SYNCED_ALONE))
     assert {name for name, value in vars(whole).items() if value != getattr(sync_alone, name)} == {"perception", "untyped"}
     real = evaluation.real_variants("grpo")
+    whole = real[evaluation.BOTH][0]
+    assert real[evaluation.SYNCED_ALONE] == (whole.replace("--stale", "--perception none --stale"), evaluation.PAPERS)
     assert real[evaluation.UNCLIPPED] == (f"{real['offline'][0]} --epsilon 1000 --epsilon-high 1000", "offline")
 
 

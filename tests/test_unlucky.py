@@ -1,5 +1,6 @@
 """Bad luck and bad input that once went through in silence, or ended in a traceback."""
 
+import functools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -400,6 +402,8 @@ def test_groups_without_a_difference_are_left_out(tiny, tmp_path, loss):
      "", "row 1: its prompt ends in the assistant's turn"),
     ("dpo", dict(chosen="a", rejected="b"), "--reward math", "--reward is of what is drawn; without --sample-every"),
     ("dpo", dict(chosen="a", rejected="b"), "--limit 3 --eval-data ROWS", "--limit also cuts the held-out rows"),
+    ("dpo", dict(chosen="a", rejected="b"), "--dtype bfloat16 --lr 1e-6", "at --lr 1e-06 most updates are below half a"),
+    ("dpo", dict(chosen="a", rejected="b"), "--dtype bfloat16", None),
     ("dpo", dict(chosen="a", rejected="b"), "", None),
 ])
 def test_what_is_hardly_meant_costs_one_warning(tiny, tmp_path, capsys, loss, rows, flags, words):
@@ -607,3 +611,69 @@ def test_a_dtype_that_the_machine_chose_is_named_where_another_machine_resumes(
     assert humanline.main([*flags, "--resume", "latest"]) == 2
     said = capsys.readouterr().err
     assert "the run has --dtype float32, not mixed; resume it with its own config.toml and --dtype float32" in said
+
+
+# --- what a reader of the GPU's paths found ---------------------------------------------------------------------------
+
+
+def test_a_rank_that_fails_on_a_gpu_ends_at_once(monkeypatch):
+    monkeypatch.setattr(humanline, "world_size", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", lambda status: sys.exit(f"left with {status}"))
+    with pytest.raises(SystemExit, match="left with 2"):
+        humanline.main(["--batch-size", "0"])
+
+
+def test_a_checkpoint_is_whole_before_a_run_that_fails_ends(tiny, data_files, tmp_path, monkeypatch):
+    write = humanline.Saver.write
+
+    def write_late(*args):
+        time.sleep(0.5)
+        write(*args)
+
+    monkeypatch.setattr(humanline.Saver, "write", write_late)
+    monkeypatch.setattr(humanline, "learning_rate", lambda step, _: humanline.require(step < 2, "no more") or 1e-3)
+    flags = humanline.parse_config(short_run(tiny, data_files["groups"], tmp_path / "out", "--save-every 1"))
+    with pytest.raises(humanline.UserError, match="no more"):
+        humanline.train(flags)
+    assert humanline.find_damage(tmp_path / "out" / "checkpoint" / "step-00000001") == ""
+
+
+def test_whole_weights_are_on_the_first_rank_alone(tiny, monkeypatch):
+    policy = humanline.load_policy(Config(model=tiny), torch.device("cpu"))[0]
+    assert humanline.whole_weights(policy).keys() == dict(policy.named_parameters()).keys()
+    monkeypatch.setattr(humanline, "rank", lambda: 1)
+    assert humanline.whole_weights(policy) == {}
+
+
+def test_a_reward_that_fails_keeps_none_of_its_tensors():
+    score, alive = humanline.Reward("exact", Config(), torch.device("cpu")), weakref.WeakSet()
+
+    def fail(prompts, completions, rows):
+        activations = torch.zeros(3)
+        alive.add(activations)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    score.function = fail
+    assert score([[]] * 2, ["a", "b"], [{}] * 2) == [None, None]
+    assert score.failure and not alive
+
+
+def test_ranks_of_which_one_cannot_share_prompts_all_do_without(tiny, data_files, tmp_path, monkeypatch):
+    monkeypatch.setattr(humanline, "gather_from_ranks", lambda value: [value, False] if value is True else [value])
+    run = humanline.train(humanline.parse_config(short_run(tiny, data_files["groups"], tmp_path / "out")))
+    assert not run.config.share_prompts
+
+
+def test_what_the_embedded_model_is_made_of_is_never_compiled(tmp_path, monkeypatch):
+    def load(config, *_):
+        loaded.append(config.compile)
+        raise humanline.UserError("enough")
+
+    loaded = []
+    monkeypatch.setattr(humanline, "load_policy", load)
+    monkeypatch.setattr(humanline, "Config", functools.partial(Config, compile=True))  # the default on a GPU
+    for make, part in ((humanline.make_data, "base"), (humanline.make_model, "worse")):
+        with pytest.raises(humanline.UserError, match="enough"):
+            make(part, False, tmp_path)
+    assert loaded == [False, False]
