@@ -1692,8 +1692,8 @@ def sparse(runs: Runs) -> list[str]:
     against, behind = ours - online, (plain - online, plain - ours)
     ratio = times_as_long(runs, every, cases["every 64 steps, humanline"], (64, 128, 192, 256))
     return [markdown(rows),
-            as_well(against, "every 64 steps with humanline does as well as every step: "
-                    f"{spread(against, sign='+')}; to the pass@1 that both reach, every step takes {ratio} times as long"),
+            as_well(against, f"every 64 steps with humanline does as well as every step: {spread(against, sign='+')}; "
+                    f"to the pass@1 that both reach, every step takes {ratio} times as long"),
             holds(all(np.mean(less) + half(less) < 0 for less in behind), "plain GRPO every 64 steps lies below both: "
                   f"{spread(behind[0], sign='+')} and {spread(behind[1], sign='+')}, paired",
                   undecided=not any(np.mean(less) - half(less) > 0 for less in behind))]

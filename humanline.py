@@ -52,6 +52,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import unittest.mock
 import warnings
 import weakref
 from collections import deque
@@ -96,6 +97,8 @@ class Config:
     reward_failed: float = 0.0  # What a reward function counts as where it raised, hung or gave no number.
     system: str | None = None  # System message in front of prompts that have none (models with a chat template).
     prompt_template: str | None = None  # Text around each prompt: {prompt} and other columns' {names} are filled in.
+    template_values: tuple[str, ...] = ()
+    """What the chat template is to be told, each as NAME=VALUE: enable_thinking=false. `final/` keeps it."""
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
     """mixed: fp32 weights, bf16 autocast; bfloat16: bf16 weights too. auto: mixed on a GPU, and on a CPU that
     multiplies in bf16 for models from 20 M parameters on; else float32."""
@@ -1231,6 +1234,11 @@ def load_policy(config: Config, device: torch.device, has_weights: bool = True) 
         # The warnings are of peft's asking transformers by an old name.
         with explained_model(config.model), warnings.catch_warnings(category=FutureWarning, action="ignore"):
             tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+            if config.template_values:
+                require(tokenizer.chat_template, f"--template-values: {name} has no chat template")
+                told = "".join(f"{{%- set {key} = {value} -%}}" for key, value in template_values(config))
+                earlier = r"\A\{#-told-#\}.*?\{#-told-#\}"
+                tokenizer.chat_template = f"{{#-told-#}}{told}{{#-told-#}}" + re.sub(earlier, "", tokenizer.chat_template)
             base, frozen_on_gpu = base_of(name), config.lora and device.type == "cuda" and config.dtype != "float32"
             dtype = torch.bfloat16 if config.dtype == "bfloat16" or frozen_on_gpu else torch.float32
             settings, missing = dict(dtype=dtype, attn_implementation=config.attn, **trust), []
@@ -1276,6 +1284,16 @@ def load_policy(config: Config, device: torch.device, has_weights: bool = True) 
         check_output_head(policy, config)
     config.share_prompts = config.share_prompts and can_share_prompts(policy, config)
     return policy, tokenizer
+
+def template_values(config: Config) -> Iterator[tuple[str, str]]:
+    """--template-values as names and Jinja's literals; text needs no quotes."""
+    for spec in config.template_values:
+        name, equals, value = spec.partition("=")
+        require(re.fullmatch(r"[a-zA-Z_]\w*", name) and equals, f"--template-values {spec}: write NAME=VALUE")
+        try:
+            yield name, json.dumps(json.loads(value))
+        except ValueError:
+            yield name, json.dumps(value)
 
 def base_of(name: str) -> str:
     """The model that a peft folder's adapters belong to; of any other model its own name."""
@@ -1343,13 +1361,15 @@ def shard(policy: Module, layers: list[Module], device: torch.device, config: Co
 
 @torch.no_grad()
 def check_output_head(policy: Module, config: Config) -> None:
-    """Raises UserError where `log_probs` is not the model's own log-softmax, say for a head that scales its logits."""
+    """Raises UserError where `log_probs` is not the model's own log-softmax, or is random."""
     ids = torch.arange(8, device=policy.device)[None] % policy.config.get_text_config().vocab_size
     with mixed_precision(policy.device, config):
-        ours = log_probs(policy, [Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())])[0]
+        ours, again = (log_probs(policy, [Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())])[0] for _ in range(2))
         logits = policy(input_ids=ids, use_cache=False).logits
     theirs = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     tolerance = 0.005 if config.dtype == "float32" else 0.05
+    require(torch.allclose(ours, again, rtol=0, atol=1e-3), f"--model {config.model}: its log-probs are random in "
+            "training (not by dropout, which is off), so its log-ratio with itself would not be 0")
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance), f"--model {config.model}: its logits are not "
             "hidden states times output embeddings, which token_logps needs")
 
@@ -1581,7 +1601,7 @@ def split_dialogues(known: dict, where: str) -> dict | None:
         return dict(prompt=chosen[:-1], chosen=chosen[-1:], rejected=rejected[-1:])
     texts = [chosen[0]["content"], rejected[0]["content"]]
     prompt = os.path.commonprefix(texts)
-    prompt = prompt[: max(prompt.rfind(" "), prompt.rfind("\n")) + 1]  # plain text: up to the last whole word
+    prompt = prompt[: max(prompt.rfind(" "), prompt.rfind("\n") + 1, 0)]  # up to the last whole word, as TRL cuts it
     require(prompt.strip(), f"{where}: no 'prompt', and 'chosen' and 'rejected' share no beginning that could be one")
     return dict(prompt=prompt, chosen=texts[0][len(prompt) :], rejected=texts[1][len(prompt) :])
 
@@ -1596,6 +1616,8 @@ def read_messages(value: Any, key: str, where: str) -> list[dict]:
     else:
         require(isinstance(value, list) and all(map(is_message, value)),
                 f"{where}: '{key}' must be text or messages with a 'role' and a 'content', not {value!r:.60}")
+        lost = {name for message in value for name in message if message[name]} & set(UNREAD)
+        require(not lost, f"{where}: '{key}' has {', '.join(sorted(lost))}, which is not read; write it into 'content'")
         messages = [dict(role=message["role"], content=message["content"]) for message in value]
     text = value if isinstance(value, str) else messages[-1]["content"] if messages else ""
     require(text.strip(), f"{where}: '{key}' is empty; fill it or remove the row")
@@ -1603,13 +1625,20 @@ def read_messages(value: Any, key: str, where: str) -> list[dict]:
             f"{where}: '{key}' holds half of a character (a lone surrogate); mend or remove the row")
     return messages
 
+UNREAD = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # parts of messages that some models have
+
 def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", online: bool = False) -> list[Group]:
     """Rows -> groups of token ids, each as often as its row comes in one pass over the data. Over-long prompts and
     completions are dropped. online: completions are to be drawn."""
     config, tokenizer, end, longest = sampler.config, sampler.tokenizer, sampler.stops[0], sampler.longest
+    if not tokenizer.chat_template and any(turn["role"] == "assistant" for row in rows for turn in row.prompt):
+        adds_bos = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+        tokenizer.chat_template = "{{ bos_token }}" * adds_bos + TRANSCRIPT
+        warn(f"{flag}: its dialogues are written as Human: … Assistant: …, as the model has no chat template")
     with explained(f"{flag}: the model's chat template refuses a prompt", "change the prompts, or leave out --system"):
         prompts = encode_prompts(tokenizer, [row.prompt for row in rows])
-    texts = [text for row in rows for text in row.completions]
+        lead = place_answers(tokenizer, rows, prompts) if not online else ""
+    texts = [lead + text for row in rows for text in row.completions]
     special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
     for row in rows if special.pattern else []:
         found = next(filter(None, map(special.search, [row.prompt[-1]["content"], *row.completions])), None)
@@ -1618,9 +1647,11 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
                  "adds them where they belong")
             break
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+    skip = len(tokenizer(lead, add_special_tokens=False)["input_ids"])
     groups, foreign, long_prompts, long_completions, chance = [], 0, 0, 0, random.Random(config.seed)
     for number, (row, prompt) in enumerate(zip(rows, prompts)):
-        completions = [[*itertools.takewhile(lambda token: token != end, next(encoded)), end] for _ in row.completions]
+        answers = [next(encoded)[skip:] for _ in row.completions]
+        completions = [[*itertools.takewhile(lambda token: token != end, answer), end] for answer in answers]
         is_ours = bool(row.tokens) and max(map(max, row.tokens)) < len(tokenizer) and (
             tokenizer.batch_decode(row.tokens, skip_special_tokens=True) == row.completions)
         if is_ours:
@@ -1653,6 +1684,33 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
     require(groups, f"{flag}: no row is left; raise --max-length, --max-prompt-length or the rows' =PASSES")
     return groups
 
+TRANSCRIPT = ("{% for turn in messages %}{{ '\n\n' + dict(user='Human').get(turn.role, turn.role.title()) + ':\n' }}"
+              "{{ turn.content }}{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant:\n' }}{% endif %}")
+
+def place_answers(tokenizer: Any, rows: list[Row], prompts: list[list[int]]) -> str:
+    """Let answers begin where the chat template puts them. A template for models that think may write more before an
+    answer than where the model is to go on (Qwen3: an empty thought), or less (DeepSeek-R1: no thought that is never
+    closed): the prompts of rows whose answers hold no thought change in place. Returns what answers are tokenized
+    behind: "", or a newline where a tokenizer would else put a space in front of them (Llama 2's kind)."""
+    if not tokenizer.chat_template:
+        return ""
+
+    def around(dialogues: list[list[dict]]) -> Iterator[tuple[str, str]]:
+        answered = render(tokenizer, [[*turns, dict(role="assistant", content="humanline")] for turns in dialogues])
+        for whole, start in zip(answered, render(tokenizer, dialogues, add_generation_prompt=True)):
+            yield whole.rpartition("humanline")[0] or start, start
+
+    (before, start), = around([[dict(role="user", content="a")]])
+    if before.strip() != start.strip():
+        is_plain = lambda row: (row.completions and not row.tokens and row.prompt[-1]["role"] != "assistant"
+                                and not any("</think>" in text for text in row.completions))
+        plain = [i for i, row in enumerate(rows) if is_plain(row)]
+        for i, (before, _) in zip(plain, around([rows[i].prompt for i in plain])):
+            prompts[i] = tokenizer(before, add_special_tokens=False)["input_ids"]
+    newline, alone, behind = tokenizer(["\n", "a", "\na"], add_special_tokens=False)["input_ids"]
+    adds_space = behind[: len(newline)] == newline and behind[len(newline) :] != alone
+    return "\n" if before.endswith("\n") and adds_space else ""
+
 def encode_prompts(tokenizer: Any, prompts: list[list[dict]], answered: bool = False) -> list[list[int]]:
     """Token ids of prompts, by the chat template or as plain text, up to where the completion begins; with `answered`
     up to the end of the answers that they hold."""
@@ -1670,10 +1728,14 @@ def render(tokenizer: Any, dialogues: list[list[dict]], **settings: Any) -> list
     def too_long(*_: Any) -> None:
         raise TimeoutError(f"it took longer than {seconds:.0f} s")
 
+    def apply() -> list[str]:
+        with unittest.mock.patch("transformers.utils.chat_template_utils.datetime", TemplateDay, create=True):
+            return tokenizer.apply_chat_template(dialogues, tokenize=False, **settings)
+
     seconds = TEMPLATE_SECONDS + len(dialogues) / 100
     room = 2**30 + 32 * sum(len(str(message.get("content"))) for dialogue in dialogues for message in dialogue)
     if threading.current_thread() is not threading.main_thread():
-        return tokenizer.apply_chat_template(dialogues, tokenize=False, **settings)
+        return apply()
     limits, before = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, too_long)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -1681,7 +1743,7 @@ def render(tokenizer: Any, dialogues: list[list[dict]], **settings: Any) -> list
             room += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             most = min([room, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
             resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
-        return tokenizer.apply_chat_template(dialogues, tokenize=False, **settings)
+        return apply()
     except MemoryError:
         raise MemoryError("it wants more than a gigabyte") from None
     finally:
@@ -1690,6 +1752,13 @@ def render(tokenizer: Any, dialogues: list[list[dict]], **settings: Any) -> list
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 TEMPLATE_SECONDS = 10.0
+
+class TemplateDay(datetime.datetime):
+    """Today, to templates that write the date (Llama 3.2): always one day, or a run could not be resumed the next."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime.datetime:
+        return cls(2024, 7, 26, tzinfo=tz)  # which Llama's own template takes where it knows no day
 
 @dataclass
 class Batch:
@@ -2599,6 +2668,7 @@ def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: fl
     hidden = model.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
     head, text = model.get_output_embeddings(), model.config.get_text_config()
     softcap = getattr(text, "final_logit_softcapping", None)
+    temperature *= (getattr(text, "logits_scaling", None) or 1.0) / (getattr(text, "logit_scale", None) or 1.0)
     return token_logps(hidden, head.weight, labels, head.bias, softcap, temperature=temperature,
                        note_entropy=note_entropy)
 

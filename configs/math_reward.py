@@ -15,19 +15,19 @@ SECONDS = 3  # for each of math-verify's steps: reading the two answers, and com
 
 def math(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
     """1 or 0 for each completion."""
-    return [float(same_answer(reference_answer(row), final_answer(text))) for text, row in zip(completions, rows)]
+    return [float(same_answer(reference_answer(row) or "", final_answer(text))) for text, row in zip(completions, rows)]
 
 
 def missing_for_reward(row: dict) -> str:
     """What a row lacks, or ""."""
-    if reference_answer(row) is None:
+    if reference_answer(row) is None and boxed(str(row.get("solution"))) is None:  # MATH has an empty box, twice
         return "no 'answer', and no 'solution' with a \\boxed{}; --reward math needs one of them"
     return ""
 
 
 def boxed(text: str) -> str | None:
     """What is in the last \\boxed{}; None if there is none or its braces don't match."""
-    _, box, rest = text.rpartition("\\boxed{")
+    _, box, rest = re.sub(r"\\boxed\s+(\w)", r"\\boxed{\1}", text).rpartition("\\boxed{")  # MATH has "\boxed 2"
     depth = 0
     for end, sign in enumerate(rest if box else ""):
         depth += (sign == "{") - (sign == "}")
@@ -63,7 +63,7 @@ def final_answer(text: str) -> str:
 
 def same_answer(reference: str, answer: str) -> bool:
     """Whether two answers are equal; `compare` is asked where strings and plain numbers do not tell."""
-    if not answer or len(answer) > 1000 + len(reference):  # no answer is that long
+    if not reference or not answer or len(answer) > 1000 + len(reference):  # no answer is that long
         return False
     expected, given = plain(reference), plain(answer)
     if all(re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", text) for text in (expected, given)):
@@ -110,6 +110,7 @@ def compare(reference: str, answer: str) -> bool:
     parse, verify = prepare()
 
     def parsed(text):  # math-verify looks for formulas between dollars, and for numbers in sentences
+        text = text.replace("\\$", "")  # of an amount of money
         sentence = re.search(r"(?<!\\)\$|\\[(\[]|[A-Za-z]{3}", re.sub(r"\\[a-zA-Z]+(\{[^{}]*\})?", " ", text))
         return parse(text if sentence else f"${text}$", parsing_timeout=SECONDS, raise_on_error=True)
 

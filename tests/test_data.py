@@ -155,7 +155,7 @@ PUBLISHED = {  # name: (row, prompt, completions, rewards)
         [USER("The sky is")], [" blue.", " green."], [1.0, 0.0]),
     "TRL DPO standard, implicit": (
         {"chosen": "The sky is blue.", "rejected": "The sky is green."},
-        [USER("The sky is ")], ["blue.", "green."], [1.0, 0.0]),
+        [USER("The sky is")], [" blue.", " green."], [1.0, 0.0]),
     "TRL DPO conversational": (
         {"prompt": [USER("Sky?")], "chosen": [ASSISTANT("Blue.")], "rejected": [ASSISTANT("Green.")]},
         [USER("Sky?")], ["Blue.", "Green."], [1.0, 0.0]),
@@ -235,6 +235,15 @@ def test_one_prompt_id_of_two_prompts_is_two_groups(tmp_path):
     lines = [line("A?", "a", 0), line("A?", "b", 1), line("B?", "c", 1), line("B?", "d", 0)]
     rows = humanline.read_rows(write_jsonl(tmp_path / "two_runs.jsonl", lines), Config(), "--data")
     assert [row.completions for row in rows] == [["a", "b"], ["c", "d"]]
+
+
+def test_a_part_of_a_message_that_would_be_lost_is_refused():
+    call = dict(role="assistant", content="", tool_calls=[dict(function=dict(name="add"))])
+    with pytest.raises(UserError, match="'prompt' has tool_calls, which is not read; write it into 'content'"):
+        read(dict(prompt=[USER("2+2?"), call, dict(role="tool", content="4")], chosen="4", rejected="5"))
+    with pytest.raises(UserError, match="'chosen' has reasoning_content, which"):
+        read(dict(prompt="2+2?", chosen=[ASSISTANT("4") | dict(reasoning_content="two twos")], rejected="5"))
+    assert read(dict(prompt=[USER("2+2?") | dict(tool_calls=None)], chosen="4", rejected="5")).prompt == [USER("2+2?")]
 
 
 def test_half_of_a_character_is_one_line(tmp_path):

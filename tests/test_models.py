@@ -15,9 +15,10 @@ import torch
 from conftest import ROOT, metrics, write_jsonl
 from test_command_line import complaint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (AutoModelForCausalLM, AutoTokenizer, FalconConfig, Gemma2Config, GemmaTokenizer, GPT2Config,
-                          GPT2Tokenizer, GPTNeoXConfig, GraniteConfig, LlamaConfig, LlamaTokenizer, MistralConfig,
-                          OPTConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, Qwen3Config)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, CohereConfig, FalconConfig, Gemma2Config, GemmaTokenizer,
+                          GPT2Config, GPT2Tokenizer, GPTNeoXConfig, GraniteConfig, LlamaConfig, LlamaForCausalLM,
+                          LlamaModel, LlamaTokenizer, MistralConfig, OPTConfig, PreTrainedTokenizerFast, Qwen2Config,
+                          Qwen2Tokenizer, Qwen3Config)
 
 import humanline
 from humanline import Config, Sequence, UserError
@@ -405,6 +406,81 @@ def test_system_message_and_prompt_template_reach_the_model(folder):
     assert tokenizer.decode(group.prompt) == "Be brief.\n\nQ: 1+1?\nA:"
 
 
+# Where an answer begins.
+
+QWEN3_TEMPLATE = CHATML_TEMPLATE.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}<think>\n\n</think>\n\n"
+    "{% endif %}{{ m.content }}").replace("assistant\n{% endif", "assistant\n{% if enable_thinking is defined and not "
+    "enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif")
+R1_TEMPLATE = CHATML_TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+ZEPHYR_TEMPLATE = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}{% endfor %}"
+                   "{% if add_generation_prompt %}[assistant]\n{% endif %}")
+
+
+def with_template(folder, family: str, template: str, to: Path, **settings):
+    """A model of a family, its tokenizer with another template, and the settings."""
+    humanline.shutil.copytree(folder(family), to)
+    tokenizer = AutoTokenizer.from_pretrained(to)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(to)
+    return load(str(to), **settings)
+
+
+def encoded_row(policy, tokenizer, config, **row):
+    rows = [humanline.read_row(dict(prompt=PROMPT) | row, "row 1", config)]
+    return humanline.encode_rows(rows, humanline.Sampler(policy, tokenizer, config))[0]
+
+
+@pytest.mark.parametrize("family, template", [
+    ("qwen3", QWEN3_TEMPLATE), ("qwen3", R1_TEMPLATE), ("qwen3", CHATML_TEMPLATE), ("llama", ZEPHYR_TEMPLATE),
+    ("llama3", ZEPHYR_TEMPLATE)], ids=["qwen3", "r1", "chatml", "zephyr", "zephyr, byte level"])
+def test_offline_answers_begin_where_the_template_puts_them(folder, tmp_path, family, template):
+    policy, tokenizer, config = with_template(folder, family, template, tmp_path / "model")
+    group = encoded_row(policy, tokenizer, config, chosen=ANSWER, rejected="no")
+    for answer, completion in zip((ANSWER, "no"), group.completions, strict=True):
+        turns = [dict(role="user", content=PROMPT), dict(role="assistant", content=answer)]
+        whole = group.prompt + completion
+        assert whole == tokenizer.apply_chat_template(turns)["input_ids"][: len(whole)]
+
+
+def test_offline_answers_with_a_thought_of_their_own_begin_where_the_model_goes_on(folder, tmp_path):
+    loaded = with_template(folder, "qwen3", R1_TEMPLATE, tmp_path / "model")
+    group = encoded_row(*loaded, chosen="3 + 4 is 7.\n</think>\n\n7", rejected="</think>\n\nno")
+    assert loaded[1].decode(group.prompt).endswith("assistant\n<think>\n")
+
+
+def test_what_a_template_is_told_reaches_the_prompts_and_the_final_folder(folder, rows, tmp_path):
+    settings = dict(template_values=("enable_thinking=false",))
+    _, tokenizer, _ = with_template(folder, "qwen3", QWEN3_TEMPLATE, tmp_path / "model", **settings)
+    assert tokenizer.decode(encoded_prompts(tokenizer, "a")[0]).endswith("assistant\n<think>\n\n</think>\n\n")
+    out = train(str(tmp_path / "model"), rows, tmp_path / "out", "--steps 1 --template-values enable_thinking=false")
+    _, kept, _ = load(str(out / "final"))
+    assert encoded_prompts(kept, "a") == encoded_prompts(tokenizer, "a")
+    _, changed, _ = load(str(out / "final"), template_values=("enable_thinking=true",))
+    assert changed.decode(encoded_prompts(changed, "a")[0]).endswith("assistant\n")
+    with pytest.raises(humanline.UserError, match="--template-values a b=1: write NAME=VALUE"):
+        load(str(tmp_path / "model"), template_values=("a b=1",))
+    with pytest.raises(humanline.UserError, match="has no chat template"):
+        load(folder("gpt2"), **settings)
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow(folder, tmp_path):
+    _, tokenizer, _ = with_template(folder, "qwen3", "Today is {{ strftime_now('%d %b %Y') }}." + CHATML_TEMPLATE,
+                                    tmp_path / "model")
+    assert tokenizer.decode(encoded_prompts(tokenizer, "a")[0]).startswith("Today is 26 Jul 2024.")
+
+
+def test_dialogues_keep_their_speakers_where_the_model_has_no_template(folder, capsys):
+    start = "\n\nHuman: What is the capital of France?\n\nAssistant: Paris.\n\nHuman: And of Spain?\n\nAssistant:"
+    row = dict(chosen=f"{start} Madrid.", rejected=f"{start} Rome.")
+    _, tokenizer, group = encoded(folder("gpt2"), row)
+    assert tokenizer.decode(group.prompt) == start.replace(": ", ":\n") + "\n"
+    assert tokenizer.decode(group.completions[0], skip_special_tokens=True) == "Madrid."
+    assert "its dialogues are written as Human: … Assistant: …" in capsys.readouterr().err
+    _, tokenizer, group = encoded(folder("llama-plain"), row)
+    assert group.prompt.count(tokenizer.bos_token_id) == 1
+
+
 # What is refused, in one line.
 
 
@@ -475,15 +551,42 @@ def test_an_unknown_attention_implementation_is_one_line(folder, tmp_path, capsy
     assert re.search(r"--model .*Gemma2.*; choose another --attn", line)
 
 
+@pytest.mark.parametrize("spoil, expected", [
+    (lambda logits: logits * 2, "its logits are not hidden states times output embeddings"),
+    (lambda logits: logits, "its log-probs are random in training")], ids=["scaled", "random"])
 @pytest.mark.parametrize("dtype", ["float32", "mixed"])
-def test_a_head_that_scales_its_logits_is_refused(folder, tmp_path, capsys, dtype):
-    model = AutoModelForCausalLM.from_config(GraniteConfig(
-        vocab_size=400, **SIZES, num_key_value_heads=1, logits_scaling=8.0, initializer_range=1.0, pad_token_id=0,
-        bos_token_id=0, eos_token_id=0))
+def test_a_model_whose_log_probs_we_cannot_compute_is_refused(
+        folder, tmp_path, capsys, monkeypatch, dtype, spoil, expected):
+    forward, trunk = LlamaForCausalLM.forward, LlamaModel.forward
+
+    def spoiled(self, *args, **more):
+        outputs = forward(self, *args, **more)
+        outputs.logits = spoil(outputs.logits)
+        return outputs
+
+    def noisy(self, *args, **more):
+        outputs = trunk(self, *args, **more)
+        outputs.last_hidden_state = outputs.last_hidden_state * (1 + 0.1 * torch.rand(()))
+        return outputs
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", spoiled)
+    if "random" in expected:
+        monkeypatch.setattr(LlamaModel, "forward", noisy)
+    assert expected in refusal(folder("llama3"), tmp_path, capsys, "--dtype", dtype)
+
+
+@pytest.mark.parametrize("config", [
+    GraniteConfig(num_key_value_heads=1, logits_scaling=8.0), CohereConfig(num_key_value_heads=1, logit_scale=0.25)],
+    ids=lambda config: config.model_type)
+def test_the_log_probs_of_a_head_that_scales_its_logits_are_the_models_own(folder, tmp_path, config):
+    config.update(dict(vocab_size=400, **SIZES, initializer_range=1.0, pad_token_id=0, bos_token_id=0, eos_token_id=0))
     humanline.shutil.copytree(folder("llama3"), tmp_path / "model")
-    model.save_pretrained(tmp_path / "model")
-    line = refusal(str(tmp_path / "model"), tmp_path, capsys, "--dtype", dtype)
-    assert "its logits are not hidden states times output embeddings" in line
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    policy, _, _ = load(str(tmp_path / "model"))
+    sequences = some_sequences(policy)
+    ours = humanline.completion_parts(humanline.log_probs(policy, sequences)[0], sequences)
+    for logps, sequence in zip(ours, sequences, strict=True):
+        assert torch.allclose(logps, full_logits_logps(policy, sequence), rtol=0, atol=1e-4)
 
 
 # Runs.

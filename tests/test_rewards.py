@@ -76,7 +76,7 @@ def test_the_final_answer_is_found(completion, answer):
     ({"solution": r"It is \boxed{1}, or \boxed{\frac{1}{2}}."}, r"\frac{1}{2}"),
     ({"answer": None, "solution": r"\boxed{x}"}, "x"), ({"answer": r"Thus $\boxed{8}$."}, "8"),
     ({"solution": "It is 3."}, None), ({"solution": None}, None), ({}, None), ({"answer": " "}, None),
-    ({"solution": r"\boxed{"}, None), ({"answer": "7\n####"}, None),
+    ({"solution": r"\boxed{"}, None), ({"solution": r"so $\boxed 2$"}, "2"), ({"answer": "7\n####"}, None),
 ])
 def test_the_reference_is_the_rows_answer_or_the_box_of_its_solution(row, answer):
     assert math_reward.reference_answer(row) == answer
@@ -94,7 +94,7 @@ def test_equal_strings_and_numbers_need_no_mathematics(asked, reference, answer)
 
 
 @pytest.mark.parametrize("reference, answer", [
-    ("18", "19"), ("18", ""), ("1.5", "15"), ("18", "1" * 100_000), ("0.001", "0"), ("1,234", "234")])
+    ("18", "19"), ("18", ""), ("", "18"), ("1.5", "15"), ("18", "1" * 100_000), ("0.001", "0"), ("1,234", "234")])
 def test_different_numbers_need_no_mathematics(asked, reference, answer):
     assert math_reward.same_answer(reference, answer) is False and not asked
 
@@ -121,6 +121,7 @@ EQUAL = [
     (r"\begin{pmatrix} 1/5 \\ -3 \end{pmatrix}", r"\boxed{\begin{pmatrix} 0.2 \\ -3 \end{pmatrix}}"),
     (r"(-\infty, 2) \cup (3, \infty)", r"\boxed{(3,\infty)\cup(-\infty,2)}"), ("20", r"\boxed{20\%}"),
     (r"6 - 5i", r"\boxed{-5i+6}"), (r"\$36", r"$36 = \boxed{36}$"),
+    ("104", r"The total is \$104."), ("18", r"so Janet makes \$18 per day."),
 ]
 UNEQUAL = [
     (r"\frac{14}{3}", r"\boxed{4.6}"), ("5", r"\boxed{x + 5}"), ("x^2+2x+1", r"\boxed{x^2+1}"), (r"\text{even}", "odd"),
