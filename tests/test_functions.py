@@ -591,3 +591,19 @@ def test_entropies_are_those_of_full_logits_at_every_8th_position_of_a_chunk(sof
     entropies = -(logps.exp() * logps).sum(-1)
     expected = torch.cat([chunk[::8] for chunk in entropies.split(10)])
     assert len(expected) > 2 and torch.allclose(torch.cat(noted), expected, rtol=1e-9)
+
+
+# --- a claim of the README --------------------------------------------------------------------------------------------
+
+
+def test_most_bf16_weights_never_move_at_the_learning_rate_of_the_papers_runs():
+    torch.manual_seed(0)
+    start, moved = torch.randn(50_000) * 0.02, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = start.to(dtype, copy=True).requires_grad_(True)
+        before, optimizer = weights.detach().clone(), torch.optim.AdamW([weights], lr=5e-6)
+        for _ in range(100):
+            weights.grad = torch.ones_like(weights)  # a gradient that never turns: the longest steps that AdamW takes
+            optimizer.step()
+        moved[dtype] = float((weights.detach() != before).float().mean())
+    assert moved[torch.float32] == 1 and 0.01 < moved[torch.bfloat16] < 0.15, moved
