@@ -2594,7 +2594,9 @@ def on_one_device(*variants: list[dict]) -> list[bool]:
 
 def pairs(each: dict[str, list[dict]], *names: str) -> np.ndarray:
     """Which of these variants are paired by seed, (names, names)."""
-    return np.array([[all(on_one_device(each[one], each[other])) for other in names] for one in names])
+    seeds = [runs for runs in zip(*(each[name] for name in names)) if all(runs)]
+    devices = np.array([[str(run.get("device")) for run in runs] for runs in seeds])  # (seeds, names)
+    return (devices[:, :, None] == devices[:, None, :]).all(0)
 
 
 def online_at(runs: Runs, online: str, kl: np.ndarray) -> np.ndarray:

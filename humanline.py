@@ -63,7 +63,7 @@ from typing import Any, Callable, Iterable, Iterator, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported after join_ranks its defaults would hold the ranks' group, and threads, to the end
+import torch.distributed.nn  # imported after join_ranks its defaults would hold the ranks' group, and threads, for ever
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
@@ -209,7 +209,7 @@ class Config:
     shard: bool = False
     """Several ranks: shard weights, gradients and optimizer state over them (FSDP2). While `generate` draws, each rank
     holds all weights."""
-    seed: int = 0  # Everything random is a function of this and of the step; what is drawn, of the number of ranks, too.
+    seed: int = 0  # All that is random is a function of this and the step; what is drawn, of the number of ranks, too.
 
     # What is written, and when.
     out: str | None = None  # The run's folder. Default: a new one under runs/.
@@ -1236,9 +1236,10 @@ def load_policy(config: Config, device: torch.device, has_weights: bool = True) 
             tokenizer = AutoTokenizer.from_pretrained(name, **trust)
             if config.template_values:
                 require(tokenizer.chat_template, f"--template-values: {name} has no chat template")
-                told = "".join(f"{{%- set {key} = {value} -%}}" for key, value in template_values(config))
-                earlier = r"\A\{#-told-#\}.*?\{#-told-#\}"
-                tokenizer.chat_template = f"{{#-told-#}}{told}{{#-told-#}}" + re.sub(earlier, "", tokenizer.chat_template)
+                tokenizer.chat_template = tokenizer.get_chat_template()  # of several, the default
+                told, mark = [f"{{%- set {key} = {value} -%}}" for key, value in template_values(config)], "{#-told-#}"
+                rest = tokenizer.chat_template.rpartition(mark)[2]  # without what an earlier run has told it
+                tokenizer.chat_template = mark.join(["", "".join(told), rest])
             base, frozen_on_gpu = base_of(name), config.lora and device.type == "cuda" and config.dtype != "float32"
             dtype = torch.bfloat16 if config.dtype == "bfloat16" or frozen_on_gpu else torch.float32
             settings, missing = dict(dtype=dtype, attn_implementation=config.attn, **trust), []
@@ -1290,10 +1291,12 @@ def template_values(config: Config) -> Iterator[tuple[str, str]]:
     for spec in config.template_values:
         name, equals, value = spec.partition("=")
         require(re.fullmatch(r"[a-zA-Z_]\w*", name) and equals, f"--template-values {spec}: write NAME=VALUE")
+        value = {"True": "true", "False": "false", "None": "null"}.get(value, value)  # Python's spelling
         try:
-            yield name, json.dumps(json.loads(value))
+            known = json.loads(value)
         except ValueError:
-            yield name, json.dumps(value)
+            known = value
+        yield name, "none" if known is None else json.dumps(known, ensure_ascii=False)
 
 def base_of(name: str) -> str:
     """The model that a peft folder's adapters belong to; of any other model its own name."""
@@ -1631,14 +1634,15 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
     """Rows -> groups of token ids, each as often as its row comes in one pass over the data. Over-long prompts and
     completions are dropped. online: completions are to be drawn."""
     config, tokenizer, end, longest = sampler.config, sampler.tokenizer, sampler.stops[0], sampler.longest
-    if not tokenizer.chat_template and any(turn["role"] == "assistant" for row in rows for turn in row.prompt):
+    roles = {turn["role"] for row in rows for turn in row.prompt}
+    if flag == "--data" and "assistant" in roles and not tokenizer.chat_template:
         adds_bos = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
         tokenizer.chat_template = "{{ bos_token }}" * adds_bos + TRANSCRIPT
         warn(f"{flag}: its dialogues are written as Human: … Assistant: …, as the model has no chat template")
     with explained(f"{flag}: the model's chat template refuses a prompt", "change the prompts, or leave out --system"):
         prompts = encode_prompts(tokenizer, [row.prompt for row in rows])
-        lead = place_answers(tokenizer, rows, prompts) if not online else ""
-    texts = [lead + text for row in rows for text in row.completions]
+        lead, gap = place_answers(tokenizer, rows, prompts) if not online else ("", "")
+    texts = [lead + gap * (not text[:1].isspace()) + text for row in rows for text in row.completions]
     special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
     for row in rows if special.pattern else []:
         found = next(filter(None, map(special.search, [row.prompt[-1]["content"], *row.completions])), None)
@@ -1687,29 +1691,40 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
 TRANSCRIPT = ("{% for turn in messages %}{{ '\n\n' + dict(user='Human').get(turn.role, turn.role.title()) + ':\n' }}"
               "{{ turn.content }}{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant:\n' }}{% endif %}")
 
-def place_answers(tokenizer: Any, rows: list[Row], prompts: list[list[int]]) -> str:
+def place_answers(tokenizer: Any, rows: list[Row], prompts: list[list[int]]) -> tuple[str, str]:
     """Let answers begin where the chat template puts them. A template for models that think may write more before an
-    answer than where the model is to go on (Qwen3: an empty thought), or less (DeepSeek-R1: no thought that is never
-    closed): the prompts of rows whose answers hold no thought change in place. Returns what answers are tokenized
-    behind: "", or a newline where a tokenizer would else put a space in front of them (Llama 2's kind)."""
+    answer than where the model is to go on (Qwen3: an empty thought), or less (DeepSeek-R1: no opened thought); prompts
+    change in place, but for answers that go on with a thought. Returns what answers are tokenized behind, a newline
+    where a tokenizer would else put a space in front of them (Llama 2's kind); and a space that is part of them."""
     if not tokenizer.chat_template:
-        return ""
+        return "", ""
 
     def around(dialogues: list[list[dict]]) -> Iterator[tuple[str, str]]:
         answered = render(tokenizer, [[*turns, dict(role="assistant", content="humanline")] for turns in dialogues])
         for whole, start in zip(answered, render(tokenizer, dialogues, add_generation_prompt=True)):
             yield whole.rpartition("humanline")[0] or start, start
 
-    (before, start), = around([[dict(role="user", content="a")]])
-    if before.strip() != start.strip():
-        is_plain = lambda row: (row.completions and not row.tokens and row.prompt[-1]["role"] != "assistant"
-                                and not any("</think>" in text for text in row.completions))
-        plain = [i for i, row in enumerate(rows) if is_plain(row)]
-        for i, (before, _) in zip(plain, around([rows[i].prompt for i in plain])):
-            prompts[i] = tokenizer(before, add_special_tokens=False)["input_ids"]
     newline, alone, behind = tokenizer(["\n", "a", "\na"], add_special_tokens=False)["input_ids"]
     adds_space = behind[: len(newline)] == newline and behind[len(newline) :] != alone
-    return "\n" if before.endswith("\n") and adds_space else ""
+    (before, start), = around([[dict(role="user", content="a")]])
+    # A space before an answer is part of its first token.
+    gap = " " if before.endswith(" ") and not adds_space and not start.endswith(" ") else ""
+    plain, opened = [], []
+    for i, row in enumerate(rows):
+        if row.completions and not row.tokens and row.prompt[-1]["role"] != "assistant":
+            if not any("</think>" in text for text in row.completions):
+                plain.append(i)
+            elif any(text.lstrip().startswith("<think>") for text in row.completions):
+                opened.append(i)
+    if plain and before.strip() != start.strip():
+        warn(f"answers without a thought are trained behind {before[-32:]!r}, and drawn behind {start[-32:]!r}; "
+             "--template-values enable_thinking=false may make them one")
+        for i, (before, _) in zip(plain, around([rows[i].prompt for i in plain])):
+            prompts[i] = tokenizer(before.removesuffix(gap), add_special_tokens=False)["input_ids"]
+    if start.rstrip().endswith("<think>"):
+        for i, (_, start) in zip(opened, around([rows[i].prompt for i in opened])):
+            prompts[i] = tokenizer(start.rpartition("<think>")[0], add_special_tokens=False)["input_ids"]
+    return "\n" if before.endswith("\n") and adds_space else "", gap
 
 def encode_prompts(tokenizer: Any, prompts: list[list[dict]], answered: bool = False) -> list[list[int]]:
     """Token ids of prompts, by the chat template or as plain text, up to where the completion begins; with `answered`
@@ -2979,7 +2994,7 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     from safetensors.torch import load_file
     policy, batches, config = reference.policy, reference.batches, reference.config
     state, parameters = json.loads((path / "state.json").read_text()), dict(policy.named_parameters())
-    settings = state["settings"]
+    settings = json.loads(json.dumps(vars(Config()))) | state["settings"]  # a flag that is younger: its default
     for name, value in json.loads(json.dumps(vars(config))).items():
         require(name in FREE_ON_RESUME or value == settings.get(name), f"--resume {path}: the run has {flag_of(name)} "
                 f"{settings.get(name)}, not {value}; resume it with its own config.toml"
@@ -3219,7 +3234,7 @@ def read_config(path: str) -> Config:
         require(name in names, f"{path}: unknown key '{key}'; {suggest(name, names)}")
         if isinstance(value, bool):
             args.append(flag_of(name if value else f"no_{name}"))
-        elif isinstance(value, list) and name in ("data", "reward", "lora_targets"):
+        elif isinstance(value, list) and name in ("data", "reward", "lora_targets", "template_values"):
             args += [flag_of(name), *map(str, value)]
         else:
             require(isinstance(value, (int, float, str)), f"{path}: {key} = {value!r} must be a single value")
@@ -3362,7 +3377,8 @@ def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
             config.perception == "clip" and not config.log_eps_p < 0 < config.log_eps_r,
         f"{', '.join(idle)} does nothing with --loss {config.loss}"
         + "; the weight of GRPO's KL is --kl-beta" * ("--beta" in idle): idle,
-        f"{', '.join(sorted(unused))} does nothing here: {words['objective']}, perception: {words['perceived']}": unused,
+        f"{', '.join(sorted(unused))} does nothing here: {words['objective']}, perception: {words['perceived']}":
+            unused,
         f"{', '.join(unmeasured)}: nothing is measured without --eval-data": unmeasured,
         "each step has the completions of one prompt, so that KTO's reference point z0 is 0; raise --batch-size":
             config.loss == "kto" and config.sample_every and batches.prompts_per_step == 1,

@@ -1108,6 +1108,21 @@ def test_the_share_of_the_gap_of_runs_that_share_nothing_has_an_honest_interval_
     assert paired == pytest.approx((0.25, 0.25, 0.25)) and not_paired[1] < 0 < 0.5 < not_paired[2]
 
 
+def test_which_variants_are_paired_is_asked_of_the_seeds_that_all_have():
+    run = lambda device: dict(device=device)
+    each = dict(offline=[run("CPU")] * 3 + [run("GPU")], ours=[run("CPU")] * 3 + [{}], online=[run("CPU")] * 4)
+    assert evaluation.pairs(each, *each).all()
+    each["ours"][3] = run("GPU")
+    assert (evaluation.pairs(each, *each) == [[True, True, False], [True, True, False], [False, False, True]]).all()
+
+
+def test_what_does_as_well_may_be_a_little_worse_but_not_for_sure():
+    verdict = lambda *more: evaluation.as_well(np.array(more), "claim").split("**")[1]
+    assert verdict(0.01, -0.01, 0.0) == "holds" and verdict(0.1, 0.11, 0.12) == "holds"
+    assert verdict(-0.02, -0.021, -0.019) == "does not hold"  # surely worse
+    assert verdict(0.05, -0.05, 0.0) == "not decided" and verdict(0.1) == "not decided"
+
+
 def test_a_share_is_shown_with_the_interval_it_has():
     assert evaluation.show_share(evaluation.closed(*np.array([[0.4], [0.5], [0.8]]))) == "25%"  # one seed
     assert evaluation.show_share((-2.37, -6.0, -1.0)) == "-237% [-600%, -100%]"

@@ -449,6 +449,38 @@ def test_offline_answers_with_a_thought_of_their_own_begin_where_the_model_goes_
     assert loaded[1].decode(group.prompt).endswith("assistant\n<think>\n")
 
 
+def test_a_thought_that_brings_its_mark_along_is_opened_once(folder, tmp_path):
+    loaded = with_template(folder, "qwen3", R1_TEMPLATE, tmp_path / "model")
+    group = encoded_row(*loaded, chosen="<think>\n3 + 4 is 7.\n</think>\n\n7", rejected="no")
+    whole = [loaded[1].decode(group.prompt + completion) for completion in group.completions]
+    assert [text.count("<think>") for text in whole] == [1, 0] and whole[1].endswith("assistant\nno<|im_end|>")
+
+
+def test_a_space_before_an_answer_is_a_part_of_it(folder, tmp_path):
+    template = ("{% for m in messages %}{{ m.role.title() }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else "
+                "'\\n\\n' }}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}")
+    policy, tokenizer, config = with_template(folder, "qwen2", template, tmp_path / "model")
+    group = encoded_row(policy, tokenizer, config, chosen=ANSWER, rejected="no")
+    turns = [dict(role="user", content=PROMPT), dict(role="assistant", content=ANSWER)]
+    assert group.prompt + group.completions[0] == tokenizer.apply_chat_template(turns)["input_ids"]
+    assert tokenizer.decode(group.completions[0]).startswith(" 3+4")
+
+
+def test_a_template_that_puts_answers_elsewhere_than_it_draws_them_is_told_of(folder, tmp_path, capsys):
+    loaded = with_template(folder, "qwen3", QWEN3_TEMPLATE, tmp_path / "model")
+    encoded_row(*loaded, chosen="2", rejected="3")
+    assert "answers without a thought are trained behind" in capsys.readouterr().err
+    loaded = load(str(tmp_path / "model"), template_values=("enable_thinking=False",))
+    encoded_row(*loaded, chosen="2", rejected="3")
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value, literal", [
+    ("false", "false"), ("False", "false"), ("None", "none"), ("low", '"low"'), ('"low"', '"low"'), ("3", "3"), ("é🎉", '"é🎉"')])
+def test_values_for_a_template_are_read_as_one_would_write_them(value, literal):
+    assert [*humanline.template_values(Config(template_values=(f"name={value}",)))] == [("name", literal)]
+
+
 def test_what_a_template_is_told_reaches_the_prompts_and_the_final_folder(folder, rows, tmp_path):
     settings = dict(template_values=("enable_thinking=false",))
     _, tokenizer, _ = with_template(folder, "qwen3", QWEN3_TEMPLATE, tmp_path / "model", **settings)
@@ -477,8 +509,12 @@ def test_dialogues_keep_their_speakers_where_the_model_has_no_template(folder, c
     assert tokenizer.decode(group.prompt) == start.replace(": ", ":\n") + "\n"
     assert tokenizer.decode(group.completions[0], skip_special_tokens=True) == "Madrid."
     assert "its dialogues are written as Human: … Assistant: …" in capsys.readouterr().err
-    _, tokenizer, group = encoded(folder("llama-plain"), row)
+    policy, tokenizer, group = encoded(folder("llama-plain"), row)
     assert group.prompt.count(tokenizer.bos_token_id) == 1
+    policy, tokenizer, config = load(folder("gpt2"), max_new_tokens=4)  # held-out rows do not decide on it
+    rows = [humanline.read_row(row, "row 1", config)]
+    humanline.encode_rows(rows, humanline.Sampler(policy, tokenizer, config), "--eval-data", online=True)
+    assert not tokenizer.chat_template
 
 
 # What is refused, in one line.

@@ -677,3 +677,17 @@ def test_what_the_embedded_model_is_made_of_is_never_compiled(tmp_path, monkeypa
         with pytest.raises(humanline.UserError, match="enough"):
             make(part, False, tmp_path)
     assert loaded == [False, False]
+
+
+def test_a_checkpoint_from_before_a_flag_was_added_can_be_resumed(tiny, data_files, tmp_path):
+    flags = short_run(tiny, data_files["groups"], tmp_path / "out", "--save-every 1")
+    humanline.train(humanline.parse_config(flags))
+    humanline.shutil.rmtree(tmp_path / "out" / "final")
+    for folder in (tmp_path / "out" / "checkpoint").glob("step-*"):
+        state = json.loads((folder / "state.json").read_text())
+        del state["settings"]["template_values"]
+        (folder / "state.json").write_text(json.dumps(state))
+        (folder / "files.json").write_text(json.dumps(humanline.hashes(folder)))
+    assert humanline.train(humanline.parse_config([*flags, "--resume", "latest"])).config.steps == 3
+    with pytest.raises(humanline.UserError, match=r"the run has --template-values \[\], not \['a=1'\]"):
+        humanline.train(humanline.parse_config([*flags, "--resume", "latest", "--template-values", "a=1"]))
