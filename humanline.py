@@ -1699,14 +1699,14 @@ def place_answers(tokenizer: Any, rows: list[Row], prompts: list[list[int]]) -> 
     if not tokenizer.chat_template:
         return "", ""
 
-    def around(dialogues: list[list[dict]]) -> Iterator[tuple[str, str]]:
+    def before_answers(dialogues: list[list[dict]]) -> list[str]:
         answered = render(tokenizer, [[*turns, dict(role="assistant", content="humanline")] for turns in dialogues])
-        for whole, start in zip(answered, render(tokenizer, dialogues, add_generation_prompt=True)):
-            yield whole.rpartition("humanline")[0] or start, start
+        return [whole.rpartition("humanline")[0] for whole in answered]
 
     newline, alone, behind = tokenizer(["\n", "a", "\na"], add_special_tokens=False)["input_ids"]
     adds_space = behind[: len(newline)] == newline and behind[len(newline) :] != alone
-    (before, start), = around([[dict(role="user", content="a")]])
+    dialogue = [dict(role="user", content="a")]
+    [start], [before] = render(tokenizer, [dialogue], add_generation_prompt=True), before_answers([dialogue])
     # A space before an answer is part of its first token.
     gap = " " if before.endswith(" ") and not adds_space and not start.endswith(" ") else ""
     plain, opened = [], []
@@ -1716,14 +1716,14 @@ def place_answers(tokenizer: Any, rows: list[Row], prompts: list[list[int]]) -> 
                 plain.append(i)
             elif any(text.lstrip().startswith("<think>") for text in row.completions):
                 opened.append(i)
-    if plain and before.strip() != start.strip():
+    if plain and before and before.strip() != start.strip():
         warn(f"answers without a thought are trained behind {before[-32:]!r}, and drawn behind {start[-32:]!r}; "
              "--template-values enable_thinking=false may make them one")
-        for i, (before, _) in zip(plain, around([rows[i].prompt for i in plain])):
-            prompts[i] = tokenizer(before.removesuffix(gap), add_special_tokens=False)["input_ids"]
-    if start.rstrip().endswith("<think>"):
-        for i, (_, start) in zip(opened, around([rows[i].prompt for i in opened])):
-            prompts[i] = tokenizer(start.rpartition("<think>")[0], add_special_tokens=False)["input_ids"]
+        for i, text in zip(plain, before_answers([rows[i].prompt for i in plain])):
+            prompts[i] = tokenizer(text.removesuffix(gap), add_special_tokens=False)["input_ids"]
+    if opened and start.rstrip().endswith("<think>"):
+        for i, text in zip(opened, render(tokenizer, [rows[i].prompt for i in opened], add_generation_prompt=True)):
+            prompts[i] = tokenizer(text.rpartition("<think>")[0], add_special_tokens=False)["input_ids"]
     return "\n" if before.endswith("\n") and adds_space else "", gap
 
 def encode_prompts(tokenizer: Any, prompts: list[list[dict]], answered: bool = False) -> list[list[int]]:
