@@ -631,7 +631,9 @@ def new_file(out: str | None, kinds: tuple[str, ...], default: str = "", flag: s
     if path.suffix not in kinds:
         raise UserError(f"{flag} {path}: it must end in {' or '.join(kinds)}")
     parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+    if path.exists() and flag != "--results":  # which is added to
+        raise UserError(f"{flag} {path}: it exists; choose another file")
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"{flag} {path}: cannot be written there; choose another file")
     return path
 
@@ -2750,6 +2752,7 @@ def main(argv: list[str] | None = None) -> int:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    humanline.print_anything()
     try:
         flags = humanline.parse_flags(sys.argv[1:] if argv is None else argv, kind=Command)
         check_flags(flags)

@@ -24,7 +24,6 @@ line and the embedded demo. Three policies have three names: the **old policy** 
 unknown one.
 """
 
-import array
 import contextlib
 import csv
 import dataclasses
@@ -854,15 +853,15 @@ class Run:
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start them with torchrun")
         self.out, checkpoint = from_first_rank(lambda: (claim_out_folder(config, stack), find_checkpoint(config)))
         self.config = config = dataclasses.replace(config, out=str(self.out))
-        if on_hub(config.model):  # minutes may go into the embedded data before the model is loaded
-            with explained_model(config.model):
-                base = base_of(config.model)
-                transformers.AutoConfig.from_pretrained(base, trust_remote_code=config.trust_remote_code)
         self.rows = [row for source in config.data for row in read_rows(source, config, "--data")]
         self.eval_rows = []
         if config.eval_data is not None:
             self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
 
+        self.seen = {str(row.prompt) for row in self.rows} & {str(row.prompt) for row in self.eval_rows}
+        rows = json.dumps([row.fields for row in self.rows], default=str)
+        fingerprint = hashlib.sha256(rows.encode()).hexdigest()  # by which a resumed run knows its rows again
+        require(len({*gather_from_ranks(f"{config} {fingerprint}")}) == 1, "the ranks have different flags or rows")
         self.policy, tokenizer = load_policy(config, device)
         config.share_prompts = all(gather_from_ranks(config.share_prompts))  # all ranks must cut their batches alike
         self.sampler = Sampler(self.policy, tokenizer, config)
@@ -870,7 +869,7 @@ class Run:
         largest = max(token for group in groups for ids in (group.prompt, *group.completions) for token in ids)
         require(largest < len(self.policy.get_input_embeddings().weight),
                 f"--model {config.model}: its tokenizer makes tokens that the model does not know; use the model's own")
-        self.batches = Batches(config, groups, self.sampler.longest)
+        self.batches = Batches(config, groups, self.sampler.longest, fingerprint)
         config.steps = config.steps or self.batches.steps_per_epoch
         self.eval_groups = encode_rows(self.eval_rows, self.sampler, "--eval-data", True) if self.eval_rows else []
         self.sampler.check_rows(self.eval_rows + (self.rows if config.sample_every else []))
@@ -889,10 +888,16 @@ class Run:
             for unfinished in [*self.out.glob("checkpoint/.step-*"), *self.out.glob(".final-*")]:  # of a killed process
                 shutil.rmtree(unfinished)
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
-            for name in ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl"):
-                cut_lines(self.out / name, first if checkpoint else -1)  # later steps are done again
+            for file in filter(Path.exists, map(self.out.joinpath, LINES)):
+                if checkpoint:
+                    cut_lines(file, first)  # later steps are done again
+                else:
+                    kept = file.rename(file.with_stem(f"{file.stem}-{time.time_ns()}"))
+                    warn(f"no whole checkpoint, so the run starts afresh; what it wrote is kept as {kept}")
             describe(config, self.policy, groups, self.reference, first)
-            warn_of_oddities(config, self.rows, self.batches)
+            warn_of_oddities(config, self.policy, self.rows, self.batches)
+            if self.seen:
+                warn(f"--eval-data: {len(self.seen)} of its prompts are also in --data")
             self.track = tracker(config, self.out, first)
         self.collapse, self.health, self.shown_at = Collapse(), Health(bool(config.prior)), -math.inf
         self.kept, self.ended = None, config.steps  # weights of before a collapse; the step whose weights are final
@@ -1022,11 +1027,13 @@ class Collapse:
 
     def __init__(self):
         self.recent, self.best, self.is_best, self.warned = deque(maxlen=12), -math.inf, False, False
+        self.length = 0.0
 
     def __call__(self, line: dict[str, float]) -> str:
         """The warning, if a step's report calls for it, once per run; else ""."""
-        if "logp_wanted" in line:
-            self.recent.append(line["logp_wanted"] * line["completion_length"])  # a token's times the mean length
+        if "logp_wanted" in line:  # a token's, times the first batch's mean length: completions may grow
+            self.length = self.length or line.get("completion_length", 0.0)
+            self.recent.append(line["logp_wanted"] * self.length)
         if self.warned or len(self.recent) < self.recent.maxlen:
             return ""
         now = mean(self.recent)
@@ -1061,7 +1068,7 @@ class Health:
             "or fewer steps": entropy < self.first_entropy / 10 and self.first_entropy > 0.2,  # nats
             "the sampler's log-probs are more than 0.05 nats per token from the policy's, of the same weights; compare "
             "the dtypes and versions of the two (a --top-p below 1 sets them apart, too)":
-                line.get("lag") == 0 and line["sampler_gap"] > 0.05,
+                line.get("lag") == 0 and line.get("sampler_gap", 0) > 0.05,
             "every completion that was drawn has the same reward; look at rollouts.jsonl and at --reward":
                 line.get("reward_std", 1) < 1e-9,
             "no group of this batch has a difference, so that nothing was learned": no_difference == 1}
@@ -1082,14 +1089,15 @@ def cut_lines(path: Path, end: int) -> None:
 
 def read_line(text: bytes) -> dict | None:
     """A line that has a step; None of one that a crash cut off or the disk damaged."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
+    with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
         line = json.loads(text)
         return line | dict(step=int(line["step"]))
 
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl, without what a crash cut off or the disk damaged."""
     texts = path.read_bytes().splitlines() if path.exists() else []
-    lines = [line for line in map(read_line, texts) if line]
+    is_number = lambda value: isinstance(value, (int, float))
+    lines = [line for line in map(read_line, texts) if line and all(map(is_number, line.values()))]
     if len(lines) < len(texts):
         warn(f"{path}: {len(texts) - len(lines)} damaged lines are left out")
     return lines
@@ -1140,14 +1148,16 @@ def claim_out_folder(config: Config, stack: contextlib.ExitStack) -> Path:
     stack.callback(remove_empty)
     require(os.access(out, os.W_OK), f"--out {out} is not writable; choose another folder")
     require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
-    # What is ours is never a link, nor of another kind.
-    for name in ("config.toml", "metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl", "checkpoint", "final"):
-        file = out / name
-        require(not file.is_symlink() and (not file.exists() or file.is_dir() == (name == "checkpoint")),
-                f"--out {out}: its {name} was not written by humanline.py; choose another folder")
-    require(config.resume is not None or not (out / "metrics.jsonl").exists(),
+    settings = out / "config.toml"
+    is_run = settings.is_file() and settings.read_bytes().startswith(TOML_HEAD.encode())
+    for name in "config.toml", *LINES, "checkpoint":
+        require(is_run or not (out / name).exists(),
+                f"--out {out}: its {name} was not written by a run of humanline.py; choose another folder")
+    require(config.resume is not None or not is_run,
             f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another folder")
     return out
+
+LINES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # of a run's folder: lines that have a step
 
 @contextlib.contextmanager
 def locked(folder: Path, flags: int = 0) -> Iterator[None]:
@@ -1245,7 +1255,9 @@ def load_policy(config: Config, device: torch.device, has_weights: bool = True) 
             settings, missing = dict(dtype=dtype, attn_implementation=config.attn, **trust), []
             if has_weights:
                 policy, info = AutoModelForCausalLM.from_pretrained(base, output_loading_info=True, **settings)
-                missing = sorted(info["missing_keys"])
+                missing, foreign = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+                require(not foreign, f"--model {base}: it has no place for {', '.join(foreign[:3])} of its files; mend "
+                        "its config.json")
             else:
                 with torch.device("meta"):
                     policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, **trust), **settings)
@@ -1259,8 +1271,8 @@ def load_policy(config: Config, device: torch.device, has_weights: bool = True) 
                 "completions could not end; set eos_token in tokenizer_config.json")
         if config.dtype == "auto":
             config.dtype = "mixed" if pays_mixed(policy, device) else "float32"
+        policy.base_hash = sampled_hash(policy) if has_weights else ""
         if config.lora:
-            policy.base_hash = sampled_hash(policy) if has_weights else ""
             with contextlib.nullcontext() if has_weights else torch.device("meta"):
                 add_adapters(policy, name if base != name and has_weights else None, config)
         for module in policy.modules():
@@ -1371,6 +1383,7 @@ def check_output_head(policy: Module, config: Config) -> None:
         logits = policy(input_ids=ids, use_cache=False).logits
     theirs = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     tolerance = 0.005 if config.dtype == "float32" else 0.05
+    require(logits.isfinite().all(), f"--model {config.model}: its logits are not finite numbers; its weights are spoilt")
     require(torch.allclose(ours, again, rtol=0, atol=1e-3), f"--model {config.model}: its log-probs are random in "
             "training (not by dropout, which is off), so its log-ratio with itself would not be 0")
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance), f"--model {config.model}: its logits are not "
@@ -1461,6 +1474,9 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
                 continue
             first_of_prompt[prompt_id] = row
         rows.append(row)
+    asked = re.findall(r"\{(\w+)\}", config.prompt_template or "")
+    lacking = {*asked} - {"prompt"}.union(*(row.fields for row in rows))
+    require(not lacking or any(row.tokens for row in rows), f"--prompt-template: no row of {name} has {sorted(lacking)}")
     if dropped:
         warn(f"{source}: dropped {dropped} rows whose dialogues differ before the last turn, or end without an answer")
     require(rows, f"{source}: no rows")
@@ -1495,16 +1511,22 @@ def read_text_table(path: Path, kind: str, source: str) -> Iterator[dict]:
     """JSON lines, a JSON list of objects, or CSV, of which all values are texts but for `label` and `reward`."""
     with explained(source, "mend the file"):
         if kind == "csv":
-            for fields in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"))):
+            reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig")), strict=True)
+            names = reader.fieldnames or []
+            require(len({*names}) == len(names), f"{source}: two columns have one name")
+            for number, fields in enumerate(reader, 1):
+                require(None not in [*fields, *fields.values()], f"{source} row {number}: it has other than "
+                        f"the {len(names)} cells of the first line; put quotes around a cell with a comma")
                 for key in {"label", "reward"} & fields.keys():
-                    with contextlib.suppress(ValueError, AttributeError):  # no number; a cell that is not there
+                    with contextlib.suppress(ValueError):  # no number
                         fields[key] = json.loads(fields[key].lower())
-                yield {key: value or None for key, value in fields.items()}
+                yield {key: None if value == "" else value for key, value in fields.items()}
             return
         if path.suffix.lower() == ".json" and path.read_bytes().lstrip()[:1] == b"[":
             yield from json.loads(path.read_bytes())
             return
-    for number, line in enumerate(filter(bytes.strip, open(path, "rb")), 1):
+        file = path.open("rb")
+    for number, line in enumerate(filter(bytes.strip, file), 1):
         with explained(f"{source} row {number}: not JSON", "mend the row or remove it"):
             yield json.loads(line)
 
@@ -1543,6 +1565,7 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     given = read_messages(known["prompt"], "prompt", where) if "prompt" in known else None
     pair = [known[key] for key in ("chosen", "rejected") if key in known]
     has_dialogues = any(isinstance(answer, list) and len(answer) > 1 for answer in pair)
+    require(not pair or "completions" not in fields, f"{where}: both a pair and a group; remove one of the two")
     if len(pair) == 2 and (has_dialogues or given is None):
         dialogues = split_dialogues(known, where)
         if dialogues is None:
@@ -1576,14 +1599,13 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         require(not labelled or rewards[0] in (True, False),
                 f"{where}: 'label' is {rewards[0]!r}; it must be true or false")
     for value in [] if labelled else rewards:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         key = "scores" if "scores" in known else "reward"
-        require(is_number, f"{where}: '{key}' holds {value!r}; it must be a finite number")
+        require(is_score(value), f"{where}: '{key}' holds {value!r}; it must be a number below 1e100")
     completions = []
     if is_rollout:
         require(0 < len(tokens) == len(logps) and all(isinstance(token, int) and token >= 0 for token in tokens)
-                and all(isinstance(value, (int, float)) for value in logps),
-                f"{where}: 'tokens' and 'logps' must be lists of one length, of token ids and of numbers")
+                and all(isinstance(value, (int, float)) and -math.inf < value < 0.01 for value in logps),
+                f"{where}: 'tokens' and 'logps' must be lists of one length, of token ids and of log-probs")
         is_whole = fields.get("temperature", 1) == fields.get("top_p", 1) == 1  # as log π_θ is, offline
         known_logps = [logps] if is_whole else []
         return Row(where, prompt, fields, [known["completion"]], [float(rewards[0])], labelled, [tokens], known_logps)
@@ -1593,6 +1615,10 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
                 f"{where}: '{key}' ends in a message of the {last['role']}; it must end in the assistant's")
         completions.append(last["content"])
     return Row(where, prompt, fields, completions, [float(value) for value in rewards], labelled)
+
+def is_score(value: Any) -> bool:
+    """Whether it is a number whose square is one, too."""
+    return isinstance(value, (int, float)) and abs(value) < 1e100
 
 def split_dialogues(known: dict, where: str) -> dict | None:
     """`chosen` and `rejected` as whole dialogues -> their common prompt and the two last turns."""
@@ -1624,6 +1650,7 @@ def read_messages(value: Any, key: str, where: str) -> list[dict]:
         messages = [dict(role=message["role"], content=message["content"]) for message in value]
     text = value if isinstance(value, str) else messages[-1]["content"] if messages else ""
     require(text.strip(), f"{where}: '{key}' is empty; fill it or remove the row")
+    require(len(text) <= 2_000_000, f"{where}: '{key}' has {len(text):,} characters; shorten it or remove the row")
     require(not any(re.search("[\ud800-\udfff]", message["content"]) for message in messages),
             f"{where}: '{key}' holds half of a character (a lone surrogate); mend or remove the row")
     return messages
@@ -1640,7 +1667,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
         tokenizer.chat_template = "{{ bos_token }}" * adds_bos + TRANSCRIPT
         warn(f"{flag}: its dialogues are written as Human: … Assistant: …, as the model has no chat template")
     with explained(f"{flag}: the model's chat template refuses a prompt", "change the prompts, or leave out --system"):
-        prompts = encode_prompts(tokenizer, [row.prompt for row in rows])
+        prompts = encode_prompts(tokenizer, [row.prompt for row in rows], where=[row.where for row in rows])
         lead, gap = place_answers(tokenizer, rows, prompts) if not online else ("", "")
     texts = [lead + gap * (not text[:1].isspace()) + text for row in rows for text in row.completions]
     special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
@@ -1726,11 +1753,16 @@ def place_answers(tokenizer: Any, rows: list[Row], prompts: list[list[int]]) -> 
             prompts[i] = tokenizer(text.rpartition("<think>")[0], add_special_tokens=False)["input_ids"]
     return "\n" if before.endswith("\n") and adds_space else "", gap
 
-def encode_prompts(tokenizer: Any, prompts: list[list[dict]], answered: bool = False) -> list[list[int]]:
+def encode_prompts(tokenizer: Any, prompts: list[list[dict]], answered: bool = False,
+                   where: Iterable[str] = ()) -> list[list[int]]:
     """Token ids of prompts, by the chat template or as plain text, up to where the completion begins; with `answered`
-    up to the end of the answers that they hold."""
+    up to the end of the answers that they hold. where: their rows, for a message where a template leaves a turn out."""
     if tokenizer.chat_template:
         texts = render(tokenizer, prompts, add_generation_prompt=not answered)
+        for row, prompt, text in zip(where, prompts, texts):
+            for turn in prompt:  # but for a thought, which templates drop from earlier turns
+                require(turn["content"].split("</think>")[-1].strip() in text, f"{row}: the model's chat template "
+                        f"leaves out the turn of the {turn['role']}, {turn['content']!r:.60}")
         return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template writes BOS itself
     encoded = tokenizer(["\n\n".join(message["content"] for message in prompt) for prompt in prompts])["input_ids"]
     if not answered:  # some tokenizers put an end behind every text
@@ -1789,15 +1821,11 @@ class Batches:
     """The batches of a run, in order. Offline they are a function of the step; online they are made of rollouts.
     `pending` holds those that are made and not yet trained on."""
 
-    def __init__(self, config: Config, groups: list[Group], longest: int):
+    def __init__(self, config: Config, groups: list[Group], longest: int, fingerprint: str = ""):
         self.config, self.groups, self.longest, self.loss = config, groups, longest, LOSSES[config.loss]
         self.pending: deque[Batch] = deque()
         self.orders: dict[int, list[int]] = {}  # of the present epoch
-        rows = hashlib.sha256()  # of the data, by which a resumed run knows it again
-        for group in groups:
-            for numbers in (group.prompt, *group.completions, group.rewards):
-                rows.update(array.array("d", [len(numbers), *numbers]).tobytes())
-        self.fingerprint = rows.hexdigest()
+        self.fingerprint = fingerprint
         self.made_until = 0  # the last step whose batch has been made
         self.drawn_ahead: list | None = None  # --draw-ahead: the completions of the drawing after that
         # A prompt gives one unit, or where units are examples as many as its group has.
@@ -2264,7 +2292,7 @@ class Reward:
                 late = time.monotonic() > end
                 alone.append(TimeoutError("no time was left") if late else attempt(*([part] for part in sample)))
             values = [value[0] if isinstance(value, list) else value for value in alone]
-        good = [isinstance(value, (int, float)) and abs(value) < 1e300 for value in values]
+        good = [is_score(value) for value in values]
         reasons += [value for value, is_good in zip(values, good) if not is_good]
         self.worked, self.failure = self.worked or any(good), (reasons or [""])[0]
         if reasons:
@@ -2273,8 +2301,10 @@ class Reward:
         return [float(value) if is_good else None for value, is_good in zip(values, good)]
 
 def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    """1 for a completion that equals the row's `answer`, white space around it aside."""
-    return [float(text.strip() == str(row["answer"]).strip()) for text, row in zip(completions, rows)]
+    """1 for a completion that equals the row's `answer`, or one of a list, white space around it aside."""
+    answers = [row["answer"] if isinstance(row["answer"], list) else [row["answer"]] for row in rows]
+    return [float(text.strip() in [str(answer).strip() for answer in right])
+            for text, right in zip(completions, answers)]
 
 def model_reward(name: str, config: Config, device: torch.device) -> Callable[..., list]:
     """A sequence classifier's `score`, or else its last logit, of each dialogue in the classifier's chat template."""
@@ -2907,7 +2937,7 @@ class Saver:
         elif reference.weights is not None:
             with reference.borrowed_weights():
                 files["reference"] = self.copy("reference", parameters)
-        state = dict(step=step, base=getattr(policy, "base_hash", None), reference_until=reference.until,
+        state = dict(step=step, base=policy.base_hash, reference_until=reference.until,
                      made_until=batches.made_until, settings=dict(vars(self.config)), data=batches.fingerprint,
                      batches=[snapshot(batch) for batch in batches.pending], drawn_ahead=batches.drawn_ahead)
         if rank() == 0:
@@ -3000,8 +3030,8 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
                 f"{settings.get(name)}, not {value}; resume it with its own config.toml"
                 + (f" and {flag_of(name)} {settings.get(name)}" if name in config.untyped else ""))
     require(state.get("data") == batches.fingerprint, f"--resume {path}: the rows of --data have changed since then")
-    require(state.get("base") == getattr(policy, "base_hash", None), f"--resume {path}: its adapters belong to other "
-            f"weights than those that {config.model} now holds; name the model that the run began with")
+    require(state.get("base") == policy.base_hash, f"--resume {path}: the run began with other weights than those that "
+            f"{config.model} now holds; name the model that it began with")
     require(state["step"] <= config.steps <= settings["steps"],
             f"--resume {path}: it has done {state['step']} of its planned {settings['steps']} steps, so --steps "
             f"{config.steps} must lie between; for more, start a run with --model {Path(config.out, 'final')}")
@@ -3124,9 +3154,16 @@ def warn(message: str) -> None:
     if rank() == 0:
         tqdm.write(f"humanline.py: warning: {message}", file=sys.stderr)
 
+def print_anything() -> None:
+    """What a terminal's encoding lacks is printed as a question mark."""
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
 def main(argv: list[str] | None = None) -> int:
     """The whole program; returns the exit status."""
     status, failure, config = 0, "", None
+    print_anything()
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and config.out is not None:
@@ -3149,7 +3186,7 @@ def main(argv: list[str] | None = None) -> int:
         time.sleep(3 * (os.environ.get("RANK", "0") != "0"))  # one line, from rank 0, if it has the same to say
         failure, status = f"humanline.py: error: {error}", 2
     except (FloatingPointError, MemoryError, OSError) as error:
-        failure, status = f"humanline.py: stopped: {error}", 1
+        failure, status = f"humanline.py: stopped: {str(error) or 'out of memory'}", 1
     except RuntimeError as error:
         if config is None or not is_out_of_memory(error):
             raise
@@ -3177,6 +3214,8 @@ EMBEDDED_DEFAULTS = dict(save_every=0, eval_every=64, batch_size=32, lr=8e-4, sy
 
 def parse_config(argv: list[str]) -> Config:
     """Flags over --config over defaults, every `None` that has a default resolved, every value checked."""
+    for flag in "--data", "--reward":
+        require([word.split("=")[0] for word in argv].count(flag) < 2, f"{flag} is there twice; write {flag} ONE OTHER")
     typed = config = parse_flags(argv)
     if typed.config is not None:
         from_file = read_config(typed.config)
@@ -3298,10 +3337,12 @@ def check_config(config: Config) -> None:
     require(config.sample_every or not config.draw_ahead, "--draw-ahead: nothing is drawn; say --sample-every 64, say")
     require(config.resume != "latest" or config.out, "--resume latest looks in the run's folder; name it with --out")
 
+TOML_HEAD = "# python humanline.py --config THIS_FILE repeats the run. Behind a # stand defaults.\n"
+
 def to_toml(config: Config) -> str:
     """What was set, as TOML that --config reads back, and as comments what the defaults came to: with another model or
     loss they may come to something else. Where the run lies is left to the next one."""
-    lines = ["# python humanline.py --config THIS_FILE repeats the run. Behind a # stand defaults.\n"]
+    lines = [TOML_HEAD]
     for name, value in vars(config).items():
         if value is not None and name not in ("out", "config", "resume", "untyped"):
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -3352,8 +3393,9 @@ def describe(config: Config, policy: Module, groups: list[Group], reference: Ref
           f"objective   {config.loss}; {words['anchor']}{by}; perception: {words['perceived']}{words['more']}\n"
           f"steps       {first} to {config.steps}, batches of {config.batch_size}, lr {config.lr:g}", flush=True)
 
-def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
+def warn_of_oddities(config: Config, policy: Module, rows: list[Row], batches: Batches) -> None:
     """One line for each thing that runs and is hardly meant."""
+    sizes = [float(local_part(p.detach()).abs().mean()) for p in policy.parameters() if p.dim() == 2]  # of a weight
     units = [] if config.sample_every else [unit for unit, _ in batches.units]
     passes = config.steps * config.batch_size / max(1, len(units))
     same = sum(len(unit) == 2 and unit[0].completion == unit[1].completion for unit in units)
@@ -3386,7 +3428,8 @@ def warn_of_oddities(config: Config, rows: list[Row], batches: Batches) -> None:
             "reward" not in config.untyped and not config.sample_every and config.eval_data is None,
         f"{config.steps} steps of {config.batch_size} go through the data {passes:.0f} times": units and passes > 10,
         f"--dtype bfloat16: at --lr {config.lr:g} most updates are below half a bf16 step of their weight, and lost; "
-        "--dtype mixed or --lora keeps them": config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5,
+        "--dtype mixed or --lora keeps them":
+            config.dtype == "bfloat16" and not config.lora and config.lr < mean(sizes) / 400,
         f"{ended}: its prompt ends in the assistant's turn, which the completion then follows": ended,
         "--limit also cuts the held-out rows": config.limit and config.eval_data and config.limit < config.eval_prompts,
     }.items():
@@ -3408,7 +3451,8 @@ def last_line(run: Run) -> str:
         changes = {name: f"from {value:.3f} to {run.latest[name]:.3f}" for name, value in run.before.items()
                    if name in run.latest}  # a resumed run may measure other things
         greedy = f", greedy {changes['greedy']}" if "greedy" in changes else ""
-        gained = f"{run.measured} on held-out prompts went {changes['accuracy']}{greedy}: " if changes else ""
+        prompts = "rows of --data" if run.seen else "held-out prompts"
+        gained = f"{run.measured} on {prompts} went {changes['accuracy']}{greedy}: " if changes else ""
     return (f"{gained}{in_words(config)['objective']}, {run.ended} steps in {seconds:.0f} s; the model is in "
             f"{run.out / 'final'}; compare with: {again} {'--no-humanline' if config.humanline else '--humanline'}")
 

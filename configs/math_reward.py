@@ -14,8 +14,14 @@ SECONDS = 3  # for each of math-verify's steps: reading the two answers, and com
 
 
 def math(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    """1 or 0 for each completion."""
-    return [float(same_answer(reference_answer(row) or "", final_answer(text))) for text, row in zip(completions, rows)]
+    """1 or 0 for each completion. An `answer` that is a list of texts means any of them."""
+
+    def is_right(text: str, row: dict) -> bool:
+        answers = row["answer"] if isinstance(row.get("answer"), list) else [row.get("answer")]
+        references = [reference_answer(row | {"answer": answer}) or "" for answer in answers]
+        return any(same_answer(reference, final_answer(text)) for reference in references)
+
+    return [float(is_right(text, row)) for text, row in zip(completions, rows)]
 
 
 def missing_for_reward(row: dict) -> str:
@@ -65,10 +71,27 @@ def same_answer(reference: str, answer: str) -> bool:
     """Whether two answers are equal; `compare` is asked where strings and plain numbers do not tell."""
     if not reference or not answer or len(answer) > 1000 + len(reference):  # no answer is that long
         return False
+    if re.search(HEDGE, answer) and not re.search(HEDGE, reference):
+        return False
+    reference, answer = written(reference), written(answer)
     expected, given = plain(reference), plain(answer)
     if all(re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)", text) for text in (expected, given)):
         return Fraction(expected) == Fraction(given)
     return expected == given or compare(reference, answer.strip(" *").removesuffix(".").strip(" *"))
+
+
+# "4 or 5" and "not 5" are no 5, though a number can be read off them.
+HEDGE = r"\d\W*\s(?:\\text\{\s*)?or\b\W*\d|\bnot\s\W*\d"
+
+
+def written(text: str) -> str:
+    """An answer with its numbers and lists as they are usually written: 10\\,000 is 10000, but 1\\,1 is two numbers;
+    "1, 2, and 3" is 1,2,3; "1 1/2" is 1\\frac{1}{2}."""
+    text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<=\d)\\[,;: ](?=\d)", " ", text)
+    if re.fullmatch(r"\S+(,\s*\S+)*,?\s+and\s+\S+", text):
+        text = re.sub(r",?\s+and\s+", ",", text)
+    return re.sub(r"^(\W*\d+)\s+(\d+)/(\d+)(\W*)$", r"\1\\frac{\2}{\3}\4", text)
 
 
 def plain(text: str) -> str:
