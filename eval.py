@@ -1269,8 +1269,7 @@ def plot(flags: Plot) -> None:
 
 def read_metrics(path: Path) -> dict[int, dict]:
     """A run's metrics by step, and sums so far: seconds, those not spent on sampling (`time`), tokens/s (`speed`)."""
-    lines = {line["step"]: {name: value for name, value in line.items() if isinstance(value, (int, float))}
-             for line in humanline.read_metrics(path / "metrics.jsonl")}
+    lines = {line["step"]: line for line in humanline.read_metrics(path / "metrics.jsonl")}
     if not lines:
         raise UserError(f"plot {path}: its metrics.jsonl has no step yet")
     seconds = sampling = tokens = 0.0

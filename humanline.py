@@ -1096,8 +1096,8 @@ def read_line(text: bytes) -> dict | None:
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl, without what a crash cut off or the disk damaged."""
     texts = path.read_bytes().splitlines() if path.exists() else []
-    is_number = lambda value: isinstance(value, (int, float))
-    lines = [line for line in map(read_line, texts) if line and all(map(is_number, line.values()))]
+    lines = [{name: value for name, value in line.items() if isinstance(value, (int, float))}
+             for line in map(read_line, texts) if line]
     if len(lines) < len(texts):
         warn(f"{path}: {len(texts) - len(lines)} damaged lines are left out")
     return lines

@@ -131,7 +131,7 @@ def run(tiny, data_files, tmp_path, varied):
         count += 1
         defaults = (f"--model {tiny} --data {data_files[data]} --steps 6 --batch-size 4 --lr 1e-2 --max-new-tokens 4 "
                     "--group-size 4")
-        if "--sample-every" in more:
+        if "--sample-every" in more and "--reward " not in more:
             defaults += f" --reward {varied}"
         out = out or str(tmp_path / f"run{count}")
         humanline.train(humanline.parse_config([*(flags or defaults.split()), *more.split(), "--out", out]))

@@ -28,8 +28,8 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models
 
-# A run works in a folder beside the files that it reads. Of a flag given twice the last counts.
-TINY = ("--model ../tiny --data ../groups.jsonl --reward ../reward.py:varied "
+# A run works in a folder beside the files that it reads; where it says nothing else, with --data ../groups.jsonl.
+TINY = ("--model ../tiny --reward ../reward.py:varied "
         "--steps 8 --batch-size 8 --lr 1e-2 --group-size 4 --max-new-tokens 4")
 RUNS = {  # more flags; "2 ranks" and "resumed" in a name say how the run is started
     "dpo offline": "--loss dpo --sync-k 3",
@@ -210,7 +210,8 @@ def compare(args: argparse.Namespace, home: Path) -> int:
         base.symlink_to(args.real.resolve())
     if args.rows:
         shutil.copy(args.rows, home / "dialogues.jsonl")
-    runs = {name: f"{common} {flags}" for name, flags in runs.items()}
+    data = lambda flags: "" if "--data " in f"{common} {flags}" else " --data ../groups.jsonl"
+    runs = {name: f"{common}{data(flags)} {flags}" for name, flags in runs.items()}
     if args.embedded:
         runs["embedded default"] = "--steps 16 --eval-every 0"
     names = [name for name in runs if re.search(args.only, name)]

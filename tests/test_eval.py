@@ -207,6 +207,7 @@ def test_a_runs_own_settings_are_used_and_flags_override_them(ask, run, problems
     ask(f"accuracy --model {folder} --data {problems} --samples 1 --out samples.jsonl")
     assert [message["content"][0] for message in prompt()] == ["h", "<"]
     assert max(line["tokens"] for line in read_lines(tmp_path / "samples.jsonl")) == 3
+    (tmp_path / "samples.jsonl").unlink()
     ask(f"accuracy --model {folder}/final --data {problems} --samples 1 --prompt-template [{{prompt}}] "
         "--out samples.jsonl")
     assert [message["content"][0] for message in prompt()] == ["h", "["]
@@ -482,8 +483,8 @@ def test_plot_puts_seeds_into_one_line_and_keeps_settings_apart(ask, run, tmp_pa
     different = ("--seed 0", "--seed 1", "--seed 0 --no-humanline")
     runs = [run(f"{flags.format(data)} {more}") for more in different]
     for against, word in (("steps", "optimizer steps"), ("seconds", "wall-clock time, seconds")):
-        ask(f"plot ours={runs[0]} ours={runs[1]} plain={runs[2]} --against {against} --out curves.svg")
-        picture = (tmp_path / "curves.svg").read_text()
+        ask(f"plot ours={runs[0]} ours={runs[1]} plain={runs[2]} --against {against} --out {against}.svg")
+        picture = (tmp_path / f"{against}.svg").read_text()
         assert "ours (2 seeds)" in picture and "plain<" in picture and word in picture
         assert all(title.split(",")[0] in picture for title in evaluation.PANELS.values())
     ask(f"plot {' '.join(map(str, runs))} --metrics accuracy --out few.svg")

@@ -222,7 +222,7 @@ def test_adapters_are_not_resumed_on_another_base(run, tiny, tmp_path):
     other = AutoModelForCausalLM.from_pretrained(model)
     other.model.layers[1].mlp.up_proj.weight.data *= 1.001
     other.save_pretrained(model)
-    with pytest.raises(humanline.UserError, match="its adapters belong to other weights than those that .* now holds"):
+    with pytest.raises(humanline.UserError, match="the run began with other weights than those that .* now holds"):
         run(f"{LORA} --model {model} --steps 4 --resume {folder}/checkpoint/step-00000002")
     with pytest.raises(humanline.UserError, match="the run has --lora 4, not 8"):
         run(f"--lora 8 --model {model} --steps 4 --resume {folder}/checkpoint/step-00000002")

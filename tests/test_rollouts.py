@@ -67,9 +67,9 @@ def test_one_runs_rollouts_are_anothers_offline_data_token_for_token(run, tiny, 
         expected.setdefault(line["prompt_id"], []).append((line["tokens"], line["reward"], line["logps"]))
     seen, batches = [], humanline.Batches
 
-    def spied(config, groups, longest):
+    def spied(config, groups, *more):
         seen.extend(groups)
-        return batches(config, groups, longest)
+        return batches(config, groups, *more)
 
     monkeypatch.setattr(humanline, "Batches", spied)
     flags = ["--model", tiny, "--data", str(first / "rollouts.jsonl"), "--loss", loss, "--lr", "1e-2"]
@@ -145,7 +145,7 @@ def test_a_run_that_starts_afresh_has_its_own_lines_alone(run, tmp_path, data_fi
     flags = f"--sample-every 2 --steps 2 --eval-data {data_files['prompts']} --eval-every 2"
     whole, out = run(flags), tmp_path / "again"
     out.mkdir()
-    for name in ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl"):  # of a run that was killed before a save
+    for name in ("config.toml", "metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl"):  # of a run that was killed
         (out / name).write_text((whole / name).read_text())
     run(f"{flags} --resume latest", out=str(out))
     for name in ("rollouts.jsonl", "eval_rollouts.jsonl"):

@@ -219,8 +219,8 @@ def test_an_empty_completion_has_a_log_ratio_of_0(tiny):
 def test_groups_without_a_difference_are_counted_and_with_a_prior_they_teach(run, tiny, tmp_path, loss, data_files):
     rows = [dict(prompt=f"{i}", completions=["a", "b"], scores=[1.0, 1.0] if i % 2 else [0.0, 1.0]) for i in range(8)]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    flags = f"--loss {loss} --data {path} --steps 2"
-    assert not same_weights(run(flags), run(f"{flags} --prior 1"))
+    common = f"--model {tiny} --data {path} --batch-size 4 --lr 1e-2 --loss {loss} --steps 2".split()
+    assert not same_weights(run("", flags=common), run("--prior 1", flags=common))
 
 
 def test_the_run_says_so(run, capsys):

@@ -188,7 +188,7 @@ def test_without_a_sync_there_is_nothing_to_soften(run, loss):
     (dict(accuracy=0.5), "pass@1 on held-out prompts went from 0.100 to 0.500: "), ({}, "")])
 def test_the_last_line_says_what_a_resumed_run_still_measures(tiny, latest, gained):
     config = humanline.parse_config(["--model", tiny])
-    made = SimpleNamespace(config=config, out=Path("a"), stopped_at=None, started=0, ended=7, measured="pass@1",
+    made = SimpleNamespace(config=config, out=Path("a"), stopped_at=None, started=0, ended=7, measured="pass@1", seen=(),
                            before=dict(accuracy=0.1, greedy=0.2), latest=latest)
     assert humanline.last_line(made).startswith(f"{gained}GRPO with humanline, 7 steps in ")
 

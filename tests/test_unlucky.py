@@ -58,9 +58,9 @@ def test_a_run_that_fails_before_training_leaves_no_folder(tiny, data_files, tmp
 
 
 @pytest.mark.parametrize("spoil, expected", [
-    (lambda out: (out / "config.toml").mkdir(), "its config.toml was not written by humanline.py"),
+    (lambda out: (out / "config.toml").mkdir(), "its config.toml was not written by a run"),
     (lambda out: (out / "final").write_text("x"), "holds a finished run"),
-    (lambda out: (out / "checkpoint").symlink_to(out.parent), "its checkpoint was not written by humanline.py"),
+    (lambda out: (out / "checkpoint").symlink_to(out.parent), "its checkpoint was not written by a run"),
 ])
 def test_what_is_not_ours_in_the_folder_is_not_written_over(spoil, expected, tiny, data_files, tmp_path, capsys):
     (tmp_path / "out").mkdir()
@@ -236,7 +236,7 @@ def test_a_reward_that_fails_on_every_sample_stops_the_run_at_once(tiny, data_fi
 def test_a_mean_of_graded_rewards_is_not_called_pass_at_1(tiny, data_files, tmp_path, varied, capsys):
     flags = f"--sample-every 1 --reward {varied} --eval-data {data_files['prompts']}"
     assert humanline.main(short_run(tiny, data_files["prompts"], tmp_path / "out", flags)) == 0
-    assert "mean reward on held-out prompts went from" in capsys.readouterr().out
+    assert "mean reward on rows of --data went from" in capsys.readouterr().out
 
 
 # --- stopping and resuming --------------------------------------------------------------------------------------------
@@ -409,7 +409,8 @@ def test_groups_without_a_difference_are_left_out(tiny, tmp_path, loss):
 def test_what_is_hardly_meant_costs_one_warning(tiny, tmp_path, capsys, loss, rows, flags, words):
     rows = [dict(prompt=f"{i}", answer="x") | (rows or dict(completions=["a", "b"], scores=[0.0, 1.0])) for i in range(4)]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    more = f"--loss {loss} --batch-size 1 " + ("" if "--steps" in flags else "--steps 1 ") + flags.replace("ROWS", path)
+    others = write_jsonl(tmp_path / "others.jsonl", [row | dict(prompt=f"other {i}") for i, row in enumerate(rows)])
+    more = f"--loss {loss} --batch-size 1 " + ("" if "--steps" in flags else "--steps 1 ") + flags.replace("ROWS", others)
     humanline.train(humanline.parse_config(short_run(tiny, path, tmp_path / "out", more)))
     warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(warned) == (words is not None) and (words is None or re.search(words, warned[0])), warned
