@@ -18,17 +18,12 @@ def math(prompts: list, completions: list[str], rows: list[dict]) -> list[float]
 
     def is_right(text: str, row: dict) -> bool:
         answers = row["answer"] if isinstance(row.get("answer"), list) else [row.get("answer")]
-        references = [reference_answer(row | {"answer": answer}) or "" for answer in answers]
-        return any(same_answer(reference, final_answer(text)) for reference in references)
+        references = [reference_answer(row | {"answer": answer}) for answer in answers]
+        if not any(references) and boxed(str(row.get("solution"))) is None:  # MATH has an empty box, twice
+            raise ValueError("the row has no answer, and no solution with a \\boxed{}")
+        return any(same_answer(reference or "", final_answer(text)) for reference in references)
 
     return [float(is_right(text, row)) for text, row in zip(completions, rows)]
-
-
-def missing_for_reward(row: dict) -> str:
-    """What a row lacks, or ""."""
-    if reference_answer(row) is None and boxed(str(row.get("solution"))) is None:  # MATH has an empty box, twice
-        return "no 'answer', and no 'solution' with a \\boxed{}; --reward math needs one of them"
-    return ""
 
 
 def boxed(text: str) -> str | None:
@@ -150,8 +145,7 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def prepare_reward() -> None:
-    """What --reward math does at the start of its process."""
+if __name__ == "users_file":  # in the process of --reward math
     if sys.platform == "linux":
         limit_memory()
     prepare()
