@@ -2,17 +2,12 @@
 
   python tests/bench.py                                # DPO, KTO and GRPO steps, humanline.py against TRL, interleaved
   python tests/bench.py --trl-python ~/trl/bin/python  # with TRL from another environment (pip install trl==1.16.0)
+  python tests/bench.py --old CHECKOUT                 # this humanline.py against another one's, in the place of TRL
   python tests/bench.py --real FOLDER                  # the same on a real model, in mixed precision
   python tests/bench.py --what overhead                # what syncing and clipping add to a step
-  python tests/bench.py --what scaling                 # memory as the vocabulary grows, time as the tokens grow
-  python tests/bench.py --what ranks                   # two ranks of one thread against one of two
-  python tests/bench.py --what saving                  # how long the loop waits for a checkpoint
   python tests/bench.py --what online                  # offline GRPO with humanline against online GRPO, 256 tokens
-  python tests/bench.py --what decoding [--real FOLDER]  # ways to sample: the trainer's, plain generate, generate_batch
-  python tests/bench.py --what watching --real FOLDER  # what rollouts on disk and the health metrics add to a step
-  python tests/bench.py --what idle --real FOLDER      # a step of which 60 % of the groups have no difference
+  python tests/bench.py --what decoding [--real FOLDER]  # ways to sample: the trainer's, and plain generate
   python tests/bench.py --what lora --real FOLDER      # adapters against all weights; what a moving reference adds
-  python tests/bench.py --what plan --real FOLDER      # what --plan says, against the peak of the process
   python tests/bench.py --what ahead [--real FOLDER]   # --draw-ahead: sampler and trainer on a core each
   python tests/bench.py --gpu                          # GPU sizes: 0.5 B parameters, completions of 256 to 768 tokens
 
@@ -28,7 +23,6 @@ import math
 import os
 import platform
 import random
-import resource
 import shlex
 import statistics
 import subprocess
@@ -37,13 +31,14 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
 import tyro
+from torch.nn.utils.rnn import pad_sequence
 
 ROOT = Path(__file__).resolve().parent.parent
+DEMO = str(ROOT / "configs" / "demo" / "model")
 WARMUP = 2
 
 
@@ -132,9 +127,8 @@ sys.exit(status)
 """
 
 
-def ours(folder: Path, load: Workload, loss: str, more: str = "", threads: int | None = None,
-         ranks: int = 1) -> dict | str:
-    """Steps of humanline.py: seconds each, peak MiB. With --plan what that says of the peak."""
+def ours(folder: Path, load: Workload, loss: str, more: str = "", checkout: Path = ROOT) -> dict:
+    """Steps of humanline.py: seconds each, and in all; peak MiB."""
     with tempfile.TemporaryDirectory() as out:
         flags = (f"--model {folder / 'model'} --data {folder / loss}.jsonl --loss {loss} --steps {load.steps} "
                  f"--batch-size {load.batch} --out {out}/run")
@@ -143,18 +137,14 @@ def ours(folder: Path, load: Workload, loss: str, more: str = "", threads: int |
         if loss == "grpo":
             flags += f" --group-size {load.batch} --sample-every 1 --max-new-tokens {load.new}"
             flags += f" --reward {folder}/reward.py:reward"
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        start = [sys.executable] + (torchrun if ranks > 1 else [])
-        start += ["-c", ON_GPU, str(ROOT)] if load is GPU else [str(ROOT / "humanline.py")]
-        environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        output, peak = measured([*start, *flags.split(), *more.split()], environment)
-        if "--plan" in more:
-            return output.partition(" MiB  in all")[0].split()[-1].replace(",", "")
-        peak = int(output.splitlines()[-1]) if load is GPU else peak
+        start = ["-c", ON_GPU, str(checkout)] if load is GPU else [str(checkout / "humanline.py")]
+        output, peak = measured([sys.executable, *start, *flags.split(), *more.split()], {})
+        if load is GPU:
+            peak = int(output.splitlines()[-1])
         lines = [json.loads(line) for line in Path(out, "run", "metrics.jsonl").read_text().splitlines()]
         saved = sum(file.stat().st_size for file in Path(out).glob("run/checkpoint/*/*"))
-    return dict(seconds=[line["step_seconds"] for line in lines[WARMUP:]], peak=peak, first=lines[0]["step_seconds"],
-                tokens=[line["tokens"] for line in lines[WARMUP:]], saved=saved)
+    seconds = [line["step_seconds"] for line in lines]
+    return dict(seconds=seconds[WARMUP:], total=sum(seconds), peak=peak, saved=saved)
 
 
 TRL = """
@@ -241,7 +231,7 @@ def write_real_workload(folder: Path, load: Workload, real: str) -> Workload:
 def lora(folder: Path, load: Workload, real: str | None, rounds: int) -> None:
     """DPO on a real model, with all weights and with adapters of rank 16."""
     data = real_rows(folder, load.batch * load.steps)
-    common = f"--model {real or 'embedded'} --data {data} --save-every {load.steps}"
+    common = f"--model {real or DEMO} --data {data} --save-every {load.steps}"
     ways = {"all weights, --sync-k 1": "--sync-k 1", "--lora 16 --sync-k 1": "--lora 16 --sync-k 1",
             "--lora 16 --no-humanline": "--lora 16 --no-humanline"}
     runs = {name: [] for name in ways}
@@ -258,26 +248,6 @@ def lora(folder: Path, load: Workload, real: str | None, rounds: int) -> None:
     table(rows)
 
 
-def planned(folder: Path, load: Workload, real: str | None) -> None:
-    """The peak memory that --plan foresees against the process's, in settings that take it in different ways."""
-    load = replace(load, steps=3, new=32)
-    common = f"--model {real or 'embedded'} --data {real_rows(folder, load.batch * load.steps)} --save-every 0"
-    settings = {"dpo, all weights": "", "dpo, all weights, copy": "--ref copy", "kto, all weights": "",
-                "grpo-offline, all weights": "--batch-size 8", "dpo, LoRA": "--lora 16",
-                "dpo, LoRA, copy": "--lora 16 --ref copy",
-                "kto, LoRA": "--lora 16", "grpo, LoRA, online": "--lora 16 --batch-size 4",
-                "dpo, LoRA, checkpointed": "--lora 16 --checkpoint-activations"}
-    rows = [["", "--plan, MiB", "measured, MiB", "ratio", "--plan takes"]]
-    for name, flags in settings.items():
-        loss, flags = name.partition(",")[0], f"{common} {flags}"
-        began = time.perf_counter()
-        said = float(ours(folder, load, loss, f"{flags} --plan"))
-        seconds, peak = time.perf_counter() - began, ours(folder, load, loss, flags)["peak"]
-        rows.append([name, f"{said:.0f}", f"{peak:.0f}", f"{said / peak:.2f}", f"{seconds:.0f} s"])
-        print(rows[-1], file=sys.stderr)
-    table(rows)
-
-
 ENGINE = """
 import sys
 sys.path.insert(0, {root!r})
@@ -288,9 +258,10 @@ def draw(prompts, settings, count, seed, weights):
     global model
     from safetensors.torch import load_file
     if model is None:
-        model = humanline.load_policy(humanline.Config(model=weights, compile=False), torch.device("cpu"))[0]
+        config = humanline.Config(model=weights, dtype={dtype!r}, compile=False)
+        model = humanline.load_policy(config, torch.device("cpu"))[0]
     model.load_state_dict(load_file(weights + "/model.safetensors"), strict=False)
-    config = humanline.Config(model=weights, dtype={dtype!r}, max_new_tokens=settings["max_new_tokens"])
+    config = humanline.Config(model=weights, max_new_tokens=settings["max_new_tokens"])
     repeated = [prompt for prompt in prompts for _ in range(count)]
     drawn = []
     for start in range(0, len(repeated), {calls}):
@@ -390,6 +361,20 @@ def middle(runs: list[dict], key: str = "seconds") -> float:
     return statistics.median(value for values in lists for value in values)
 
 
+def against(folder: Path, load: Workload, losses: list[str], rounds: int, checkout: Path) -> None:
+    """This humanline.py and another checkout's, a run of each in turn."""
+    rows = [["step", "old", "new", "new / old", "old MiB", "new MiB"]]
+    for loss in losses:
+        old, new = [], []
+        for _ in range(rounds):
+            old.append(ours(folder, load, loss, "--sync-k 1", checkout))
+            new.append(ours(folder, load, loss, "--sync-k 1"))
+        ratio = middle(new) / middle(old)
+        rows.append([loss.upper(), f"{middle(old):.3f} s", f"{middle(new):.3f} s", f"{ratio:.3f}",
+                     f"{middle(old, 'peak'):.0f}", f"{middle(new, 'peak'):.0f}"])
+    table(rows)
+
+
 def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: str | None) -> None:
     dtype = torch.bfloat16 if load is GPU or load.mixed else torch.float32
     rate = matmul_rate("cuda" if load is GPU else "cpu", dtype)
@@ -413,42 +398,16 @@ def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: 
 
 
 def overhead(folder: Path, load: Workload, losses: list[str], rounds: int) -> None:
-    """Syncing every step and clipping, against a fixed reference: both score each batch once with the reference."""
-    rows = [["step", "without humanline", "with", "ratio of medians"]]
+    """Syncing every step and clipping, against a fixed reference. Whole runs: both score each batch once with the
+    reference, which without a sync is done before the first step."""
+    rows = [["run", "without humanline", "with", "ratio of medians"]]
     for loss in losses:
         plain, with_it = [], []
         for _ in range(rounds):
-            plain.append(ours(folder, load, loss, "--no-humanline --ref copy"))
+            plain.append(ours(folder, load, loss, "--no-humanline"))
             with_it.append(ours(folder, load, loss, "--sync-k 1 --perception clip"))
-        ratio = middle(with_it) / middle(plain)
-        rows.append([loss.upper(), f"{middle(plain):.3f} s", f"{middle(with_it):.3f} s", f"{ratio:.3f}"])
-    table(rows)
-
-
-def scaling(load: Workload, rounds: int) -> None:
-    rows = [["DPO", "small", "8 times", "grew by"]]
-    with tempfile.TemporaryDirectory() as temporary:
-        few, many = Path(temporary, "few"), Path(temporary, "many")
-        for folder, vocabulary in ((few, 8_192), (many, 65_536)):
-            write_workload(folder, Workload(**{**vars(load), "vocabulary": vocabulary}))
-        peak = lambda folder: middle([ours(folder, load, "dpo", "--sync-k 1") for _ in range(rounds)], "peak")
-        peaks = [peak(folder) for folder in (few, many)]
-        sizes = [f"{size:.0f} MiB" for size in (*peaks, peaks[1] - peaks[0])]
-        rows.append(["peak memory, vocabulary 8,192 to 65,536", *sizes])
-        head = 4 * load.hidden * (65_536 - 8_192) / 2**20
-        rows.append(["  of which weights, gradient, two moments", "", "", f"{4 * head:.0f} MiB"])
-        logits = 2 * 512 * 4 * (65_536 - 8_192) / 2**20
-        rows.append(["  of which two chunks of 512 rows of logits", "", "", f"{logits:.0f} MiB"])
-        base, large = Path(temporary, "base"), Path(temporary, "large")
-        write_workload(base, load)
-        write_workload(large, Workload(**{**vars(load), "batch": 8 * load.batch}))
-        larger = Workload(**{**vars(load), "batch": 8 * load.batch})
-        times = [[], []]
-        for _ in range(rounds):
-            times[0].append(ours(base, load, "dpo", "--sync-k 1"))
-            times[1].append(ours(large, larger, "dpo", "--sync-k 1"))
-        few, many = map(middle, times)
-        rows.append(["step time, tokens", f"{few:.3f} s", f"{many:.3f} s", f"{many / few:.2f} times"])
+        a, b = middle(plain, "total"), middle(with_it, "total")
+        rows.append([loss.upper(), f"{a:.2f} s", f"{b:.2f} s", f"{b / a:.3f}"])
     table(rows)
 
 
@@ -463,127 +422,8 @@ def online(folder: Path, load: Workload, rounds: int) -> None:
             f"{middle(drawn) / middle(offline):.2f}"]])
 
 
-@contextlib.contextmanager
-def unwatched():
-    """The program without entropies, and rollouts on disk and on the screen."""
-    import humanline
-    log_ratios, keep = humanline.log_ratios, humanline.Run.keep_rollouts
-
-    def plain_log_ratios(policy, sequences, config, note=lambda values: None):
-        note(torch.zeros(0))
-        return log_ratios(policy, sequences, config)
-
-    humanline.log_ratios = plain_log_ratios
-    humanline.Run.keep_rollouts = lambda *args: {}
-    try:
-        yield
-    finally:
-        humanline.log_ratios, humanline.Run.keep_rollouts = log_ratios, keep
-
-
-def watching(real: str | None, rounds: int) -> None:
-    """Steps of one online run, every other one unwatched; each pair of neighbours gives a ratio."""
-    sys.path.insert(0, str(ROOT))
-    import humanline
-    flags = "--sample-every 1 --no-humanline --eval-every 0 --eval-prompts 1 --eval-samples 1 --save-every 0"
-    if real:
-        flags += f" --model {real} --data {ROOT}/configs/topics.jsonl --reward {ROOT}/configs/rewards.py:ends_with_question"
-        flags += " --batch-size 4 --max-new-tokens 32 --lr 2e-5"
-    times, log, off = [], humanline.Run.log, contextlib.ExitStack()
-
-    def switch(run, report: dict) -> None:  # called at the end of each step
-        log(run, report)
-        times.append(report["step_seconds"])
-        off.close() if len(times) % 2 == 0 else off.enter_context(unwatched())
-
-    with tempfile.TemporaryDirectory() as folder, off:
-        humanline.Run.log = switch
-        humanline.train(humanline.parse_config([*flags.split(), "--steps", str(2 * rounds + 2), "--out", f"{folder}/run"]))
-        humanline.Run.log = log
-    pairs = list(zip(times[2::2], times[3::2]))  # watched, unwatched
-    ratios = [with_it / without for with_it, without in pairs]
-    table([["online GRPO step", "watched", "unwatched", "ratio of neighbours, median"],
-           [real or "embedded", *(f"{statistics.median(column):.3f} s" for column in zip(*pairs)),
-            f"{statistics.median(ratios):.3f} (quartiles {statistics.quantiles(ratios)[0]:.3f} to "
-            f"{statistics.quantiles(ratios)[2]:.3f}, {len(ratios)} pairs)"]])
-
-
-def idle(real: str | None, rounds: int) -> None:
-    """forward_backward of ten groups of 8, six of which have no difference, against computing them all."""
-    sys.path.insert(0, str(ROOT))
-    import humanline
-    config = humanline.Config(model=real or "embedded", compile=False)
-    policy, _ = humanline.load_policy(config, torch.device("cpu"))
-    chance, sequences = random.Random(0), []
-    for group in range(10):
-        prompt = [chance.randrange(5, 90) for _ in range(16)]
-        for i in range(8):
-            completion = [chance.randrange(5, 90) for _ in range(24)]
-            sequences.append(humanline.Sequence(prompt, completion, advantage=0.0 if group < 6 else (-1.0) ** i))
-    batch, loss, times = humanline.Batch(1, sequences, [], 0.5), humanline.LOSSES["grpo"], ([], [])
-    gradients = [None, None]
-    for _ in range(rounds + 1):
-        for i, entry in enumerate((loss, replace(loss, is_idle=lambda s, config: False))):
-            humanline.LOSSES["grpo"] = entry
-            started = time.perf_counter()
-            humanline.forward_backward(policy, batch, config)
-            times[i].append(time.perf_counter() - started)
-            gradients[i] = torch.cat([p.grad.flatten() for p in policy.parameters()])
-    humanline.LOSSES["grpo"] = loss
-    left_out, all_of_them = (statistics.median(values[1:]) for values in times)
-    apart = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
-    table([["60 % of the groups without a difference", "left out", "all computed", "ratio", "gradients apart"],
-           [real or "embedded", f"{left_out:.3f} s", f"{all_of_them:.3f} s", f"{left_out / all_of_them:.2f}",
-            f"{apart:.1e}"]])
-
-
-def ranks(folder: Path, load: Workload, losses: list[str], rounds: int) -> None:
-    rows = [["step", "1 rank, 2 threads", "2 ranks, 1 thread each", "ratio"]]
-    for loss in losses:
-        runs = [], []
-        for _ in range(rounds):
-            runs[0].append(ours(folder, load, loss, "--sync-k 1", threads=2))
-            runs[1].append(ours(folder, load, loss, "--sync-k 1", threads=1, ranks=2))
-        alone, shared = map(middle, runs)
-        rows.append([loss.upper(), f"{alone:.3f} s", f"{shared:.3f} s", f"{shared / alone:.2f}"])
-    table(rows)
-
-
-def saving(load: Workload, rounds: int) -> None:
-    """A checkpoint of a model with AdamW's state: how long save() keeps the loop, and how long until it is on disk."""
-    sys.path.insert(0, str(ROOT))
-    import humanline
-
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_workload(folder, load)
-        config = humanline.Config(model=str(folder / "model"), keep=1, compile=False, sync_k=1, steps=1)
-        device = torch.device("cuda" if load is GPU and torch.cuda.is_available() else "cpu")
-        policy, _ = humanline.load_policy(config, device)
-        optimizer = torch.optim.AdamW(policy.parameters())
-        for p in policy.parameters():
-            moments = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            optimizer.state[p] = dict(step=torch.tensor(1.0), **moments)
-        batches = SimpleNamespace(pending=[], made_until=0, drawn_ahead=None)
-        reference = SimpleNamespace(model=None, weights=None, until=0, batches=batches)
-        saver, waits, totals = humanline.Saver(folder / "checkpoint", config, None), [], []
-        for step in range(1, rounds + 1):
-            start = time.perf_counter()
-            saver.save(policy, optimizer, reference, step)
-            waits.append(time.perf_counter() - start)
-            saver.wait()
-            totals.append(time.perf_counter() - start)
-        size = sum(p.numel() for p in policy.parameters())
-    rows = [["a save of", "the loop waits", "whole save", "share"]]
-    for name, some in (("the first", slice(0, 1)), ("later ones, median", slice(1, None))):
-        wait, total = statistics.median(waits[some] or [math.nan]), statistics.median(totals[some] or [math.nan])
-        share = f"{wait / total:.0%}" if total else ""
-        rows.append([f"{size / 1e6:.0f} M parameters, {name}", f"{wait:.2f} s", f"{total:.2f} s", share])
-    table(rows)
-
-
 def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> None:
-    """Sampled tokens per second: the trainer's own way, `generate` of plain transformers, and `generate_batch`.
+    """Sampled tokens per second: the trainer's own way, and `generate` of plain transformers.
 
     One token of 128 ends a completion, so their lengths differ as those of a real model do. real: 4 groups of 8, prompts
     of 37 and completions of 28 tokens.
@@ -594,7 +434,7 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
 
     device = torch.device("cuda" if load is GPU and torch.cuda.is_available() else "cpu")
     new = 28 if real else load.new
-    config = humanline.Config(model=real or str(folder / "model"), max_new_tokens=new, compile=False, sync_k=1, steps=1,
+    config = humanline.Config(model=real or str(folder / "model"), max_new_tokens=new, compile=False,
                               dtype="bfloat16" if device.type == "cuda" else "auto" if real else "float32")
     policy = humanline.load_policy(config, device)[0].eval()
     chance, count = random.Random(0), 256 if load is GPU else 32 if real else 16
@@ -605,30 +445,23 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
     settings = dict(do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=stops, pad_token_id=0)
 
     def plain() -> int:
-        ones = [[1] * len(prompt) for prompt in prompts]
-        ids, mask = (humanline.padded(rows, 0, "left").to(device) for rows in (prompts, ones))
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), humanline.mixed_precision(device, config):
-            torch.manual_seed(0)
+        ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, 0, padding_side="left").to(device)
+        ones = [torch.ones(len(prompt), dtype=torch.long) for prompt in prompts]
+        mask = pad_sequence(ones, True, 0, padding_side="left").to(device)
+        torch.manual_seed(0)
+        with torch.autocast(device.type, torch.bfloat16, enabled=policy.is_mixed):
             drawn = policy.generate(ids, attention_mask=mask, generation_config=GenerationConfig(**settings))
         return new * count if real else int(((drawn[:, ids.shape[1] :] % 128 == 0).cumsum(1) == 0).sum()) + count
 
-    def continuous() -> int:
-        with torch.no_grad():
-            drawn = policy.generate_batch(inputs=prompts, generation_config=GenerationConfig(**settings))
-        return sum(len(output.generated_tokens) for output in drawn.values())
+    def trainers() -> int:
+        return sum(len(ids) for ids, _ in humanline.sample(policy, prompts, stops, 0, config, 0))
 
-    trainers = lambda: sum(map(len, (ids for ids, _ in humanline.sample(policy, prompts, stops, 0, config, 0))))
     ways = {"as the trainer samples": trainers, "generate, plain": plain}
-    ways |= {} if real else {"generate_batch (continuous batching)": continuous}
     rates, busy = ({name: [] for name in ways} for _ in range(2))
     for _ in range(1 + rounds):  # the first compiles
         for name, way in ways.items():
             start, used = time.perf_counter(), time.process_time()
-            try:
-                tokens = way()
-            except Exception as error:  # not every machine has every way
-                tokens = math.nan
-                print(f"{name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+            tokens = way()
             rates[name].append(tokens / (time.perf_counter() - start))
             busy[name].append(tokens / (time.process_time() - used))
     rows = [[f"{count} prompts, completions of at most {new} tokens", "tokens/s", "ratio", "tokens per CPU second"]]
@@ -639,10 +472,9 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
     table(rows)
 
 
-def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "online", "decoding", "watching", "idle",
-                        "lora", "plan", "ahead"] = "steps",
-         losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None, gpu: bool = False,
-         train_steps: int = 8, real: str | None = None) -> None:
+def main(what: Literal["steps", "overhead", "online", "decoding", "lora", "ahead"] = "steps",
+         losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None,
+         old: Path | None = None, gpu: bool = False, train_steps: int = 8, real: str | None = None) -> None:
     """Measure, and print a table.
 
     Args:
@@ -650,10 +482,11 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
         losses: which of dpo, kto, grpo.
         rounds: whole runs of each, interleaved.
         trl_python: a Python that has TRL installed; this one if it has.
+        old: a checkout to compare with, in the place of TRL.
         gpu: GPU sizes.
         train_steps: steps of each run, of which the first two do not count.
-        real: the folder of a real model, for steps, watching, idle, decoding, lora, plan and ahead; without it a random or
-            the embedded one.
+        real: the folder of a real model, for steps, decoding, lora and ahead; without it a random one or the
+            demo's.
     """
     global GPU
     GPU = replace(GPU, steps=train_steps)
@@ -668,20 +501,15 @@ def main(what: Literal["steps", "overhead", "scaling", "ranks", "saving", "onlin
         folder = Path(temporary)
         if what == "steps" and real:
             load = write_real_workload(folder, load, real)
-        elif what not in ("scaling", "saving", "watching", "idle", "ahead"):
+        elif what != "ahead":
             write_workload(folder, load)
-        {"watching": lambda: watching(real, rounds),
-         "idle": lambda: idle(real, rounds),
-         "lora": lambda: lora(folder, load, real, rounds),
-         "plan": lambda: planned(folder, load, real),
+        {"lora": lambda: lora(folder, load, real, rounds),
          "ahead": lambda: ahead(folder, real, rounds),
          "online": lambda: online(folder, load, rounds),
          "decoding": lambda: decoding(folder, load, rounds, real),
-         "steps": lambda: steps(folder, load, losses, rounds, trl_python),
-         "overhead": lambda: overhead(folder, load, losses, rounds),
-         "scaling": lambda: scaling(load, rounds),
-         "ranks": lambda: ranks(folder, load, losses, rounds),
-         "saving": lambda: saving(load, rounds)}[what]()
+         "steps": lambda: against(folder, load, losses, rounds, old) if old else steps(
+             folder, load, losses, rounds, trl_python),
+         "overhead": lambda: overhead(folder, load, losses, rounds)}[what]()
 
 
 if __name__ == "__main__":

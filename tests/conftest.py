@@ -10,13 +10,14 @@ from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "claims")]
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import humanline
+from bases import character_tokenizer
 from humanline import Batch, Sequence
 
 torch.set_num_threads(1)  # small tensors: more threads only wait for each other
@@ -40,7 +41,6 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session", autouse=True)
 def own_caches(tmp_path_factory):
     """The user's caches stay as they are."""
-    os.environ["HUMANLINE_CACHE"] = str(tmp_path_factory.mktemp("humanline-cache"))
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets-cache"))
     import datasets
 
@@ -49,9 +49,9 @@ def own_caches(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> str:
-    """A folder with a random two-layer Llama and the embedded model's tokenizer."""
+    """A folder with a random two-layer Llama and the demo's tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = humanline.embedded_tokenizer()
+    tokenizer = character_tokenizer()
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -109,7 +109,10 @@ def random_batch(loss: str, count: int = 8, seed: int = 0) -> Batch:
         return sequence
 
     sequences = [random_sequence(**signal) for _, signal in zip(range(count), itertools.cycle(SIGNALS[loss]))]
-    return Batch(1, sequences, [random_sequence() for _ in range(count)] if loss == "kto" else [], None)
+    mismatched = []
+    if loss == "kto":  # each stands for an example, whose is_chosen it has
+        mismatched = [random_sequence(is_chosen=sequence.is_chosen) for sequence in sequences]
+    return Batch(1, sequences, mismatched, 0.0)
 
 
 @pytest.fixture(scope="session")
@@ -146,7 +149,8 @@ def metrics(folder: Path) -> list[dict]:
 
 def timeless(folder: Path) -> list[dict]:
     """The metrics that two runs can share."""
-    return [{key: value for key, value in line.items() if "second" not in key} for line in metrics(folder)]
+    return [{key: value for key, value in line.items() if "second" not in key and key != "memory_mib"}
+            for line in metrics(folder)]
 
 
 def same_weights(a: Path, b: Path) -> bool:
@@ -162,3 +166,30 @@ def command(*flags: str, cwd: Path | None = None, **environment: str) -> subproc
     line = [sys.executable, str(ROOT / "humanline.py"), *flags]
     return subprocess.run(line, capture_output=True, text=True, cwd=cwd,
                           env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=600)
+
+
+def policy_of(tiny: str, **settings):
+    """The tiny model, its tokenizer, and a configuration."""
+    config = humanline.Config(**{"model": tiny, "batch_size": 4, **settings})
+    policy, tokenizer = humanline.load_policy(config, torch.device("cpu"))
+    policy.shares_prompts = True
+    return policy, tokenizer, config
+
+
+def double(policy, batch: Batch) -> None:
+    """Everything in float64."""
+    policy.double()
+    for sequence in batch.sequences + batch.mismatched:
+        sequence.ref_logps = sequence.ref_logps.double()
+
+
+def gradient(policy, batch: Batch, config) -> torch.Tensor:
+    policy.zero_grad()
+    humanline.forward_backward(policy, batch, config)
+    return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+
+def logps_of(policy, sequences: list[Sequence], temperature: float = 1.0) -> list[torch.Tensor]:
+    """The log-probs of each sequence's completion, each sequence in a row of its own."""
+    logps = humanline.log_probs(policy, [[sequence] for sequence in sequences], temperature).detach()
+    return [row[: len(sequence.completion)] for row, sequence in zip(logps, sequences)]

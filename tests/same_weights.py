@@ -2,11 +2,18 @@
 
   python tests/same_weights.py OLD                  # a checkout against this one: short runs
   python tests/same_weights.py OLD NEW --only kto   # two checkouts, the runs whose name matches
-  python tests/same_weights.py OLD --embedded       # also the embedded default, from empty caches
   python tests/same_weights.py OLD --real FOLDER    # instead: a real model (smollm2.py makes one)
 
-A checkout is a folder with humanline.py. Each run is its command line in a process of its own, on
-the CPU. The exit status is 1 if weights differ or a run fails. Metrics that differ are only shown.
+A checkout is a folder with humanline.py. Each run is its command line in a process of its own, on the CPU. The table
+says of each run:
+
+  weights   "same" if the two final model.safetensors agree in every byte; else ||old - new|| / ||old||
+  metrics   "same" if what both wrote into metrics.jsonl agrees in every digit, times aside; else the largest difference
+            at one step, as a share of the largest value that this metric had in the run
+  moved     how far training moved the weights: ||old - initial|| / ||initial||
+  seconds   of both runs together
+
+The exit status is 1 if weights differ or a run fails. Metrics that differ are only shown.
 """
 
 import argparse
@@ -38,13 +45,15 @@ RUNS = {  # more flags; "2 ranks" and "resumed" in a name say how the run is sta
     "dpo defaults, pairs": "--loss dpo --data ../pairs.jsonl",
     "dpo baseline": "--loss dpo --no-humanline",
     "dpo perception sample": "--loss dpo --sync-k 4 --perception sample",
-    "dpo soft sync": "--loss dpo --sync-k 2 --sync-alpha 0.5",
+    "dpo taper": "--loss dpo --sync-k 2 --taper",
+    "dpo taper online, every 3": "--loss dpo --sync-k 2 --taper --sample-every 3",
     "dpo cosine, weight decay": "--loss dpo --sync-k 3 --schedule cosine --weight-decay 0.1",
     "dpo 2 ranks sharded": "--loss dpo --sync-k 3 --shard",
     "dpo resumed": "--loss dpo --sync-k 5 --save-every 3",
     "kto offline": "--loss kto --sync-k 3",
     "kto online": "--loss kto --sync-k 2 --sample-every 1",
-    "kto online, every 3, copy": "--loss kto --sync-k 2 --sample-every 3 --ref copy",
+    "kto online, every 3": "--loss kto --sync-k 2 --sample-every 3",
+    "kto taper": "--loss kto --sync-k 3 --taper",
     "kto labels": "--loss kto --data ../labels.jsonl --sync-k 3",
     "kto baseline online, every 8": "--loss kto --no-humanline --sample-every 8",
     "kto perception sample, every 3": "--loss kto --perception sample --sync-k 2 --sample-every 3",
@@ -58,20 +67,24 @@ RUNS = {  # more flags; "2 ranks" and "resumed" in a name say how the run is sta
     "grpo prompts, every 8": "--loss grpo --data ../prompts.jsonl --sync-k 3 --sample-every 8",
     "grpo baseline online": "--loss grpo --no-humanline --sample-every 1",
     "grpo narrow clip": "--loss grpo --sync-k 4 --perception clip --log-eps-p -0.2 --log-eps-r 0.1",
-    "grpo lookahead, every 3": "--loss grpo --sync-k 5 --ref lookahead --sample-every 3",
-    "grpo sync by drift": "--loss grpo --sync-drift 0.8",
+    "grpo online, k 5, every 3": "--loss grpo --sync-k 5 --sample-every 3",
+    "grpo baseline, every 3, KL": "--loss grpo --no-humanline --sample-every 3 --kl-beta 0.1",
+    "grpo taper, prior": "--loss grpo --sync-k 3 --taper --prior 1",
+    "grpo sequence ratio": "--loss grpo --sync-k 3 --ratio sequence",
     "grpo mean of sequences, KL": "--loss grpo --sync-k 3 --average sequence --kl-beta 0.1",
     "grpo temperature": "--loss grpo --sync-k 2 --sample-every 2 --temperature 0.7 --top-p 0.9",
     "grpo bfloat16": "--loss grpo --sync-k 3 --dtype bfloat16",
     "grpo 2 ranks sharded online": "--loss grpo --sync-k 3 --sample-every 2 --shard",
-    "grpo copy resumed": "--loss grpo --sync-k 2 --save-every 3 --ref copy",
+    "grpo resumed online": "--loss grpo --sync-k 2 --save-every 3 --sample-every 1",
 }
+# What a flag was called in older checkouts, by a word of their humanline.py.
+OLDER = {"    stale: ": ("--taper", "--stale taper")}
 REAL = ("--model ../real --data ../dialogues.jsonl --reward ../reward.py:varied --limit 512 "
         "--steps 4 --batch-size 4 --lr 5e-5 --sync-k 2 --max-length 256 "
         "--group-size 4 --max-new-tokens 16")
 REAL_RUNS = {"dpo pairs": "--loss dpo", "kto pairs": "--loss kto", "grpo pairs": "--loss grpo",
              "grpo online": "--loss grpo --sample-every 1 --batch-size 2"}
-TIMES = {"step_seconds", "sample_seconds", "sample_tokens_per_second"}  # metrics that no two runs share
+TIMES = {"step_seconds", "sample_seconds", "sample_tokens_per_second", "memory_mib"}  # metrics that no two runs share
 
 # Differs between most completions and can be learned: some characters are worth more than others.
 REWARD = """def varied(prompts, completions, rows):
@@ -144,13 +157,16 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 def train(checkout: Path, side: Path, name: str, flags: str, threads: int) -> None:
     """The command line, in the side's folder; raises RuntimeError if it fails."""
     ranks = "-m torch.distributed.run --standalone --nproc_per_node=2" if "2 ranks" in name else ""
+    text = (checkout / "humanline.py").read_text(encoding="utf-8")
+    for word, (now, then) in OLDER.items():
+        flags = flags.replace(now, then) if word in text else flags
     command = [sys.executable, *ranks.split(), str(checkout.resolve() / "humanline.py"),
                *flags.split(), "--out", str(side / name)]
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",  # fast on a busy machine too
         "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1",
-        "HUMANLINE_CACHE": str(side / "cache"), "HF_DATASETS_CACHE": str(side / "datasets")}
+        "HF_DATASETS_CACHE": str(side / "datasets")}
 
     def start(*more: str) -> None:
         done = subprocess.run(
@@ -177,25 +193,29 @@ def distance(old: Path, new: Path) -> float:
 
 
 def compare_files(old: Path, new: Path) -> str:
-    """"yes" if every byte is the same, else how far the weights are apart."""
     if old.read_bytes() == new.read_bytes():
-        return "yes"
-    return f"NO: {distance(old, new):.1e} apart" if old.suffix == ".safetensors" else "NO"
+        return "same"
+    return f"DIFFER by {distance(old, new):.1e}"
 
 
 def compare_metrics(old: Path, new: Path, one_sided: set[str]) -> str:
-    """"yes" if the shared metrics agree in every digit, else the largest relative difference."""
+    """Adds what only one side has to `one_sided`. A loss that is 0 but for rounding is no measure of a difference, so
+    each metric is measured by its largest value in the run."""
     a, b = ([json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (old, new))
     if len(a) != len(b):
-        return f"NO: {len(a)} lines and {len(b)}"
-    worst, where = 0.0, ""
+        return f"DIFFER: {len(a)} lines and {len(b)}"
+    largest: dict[str, float] = {}
+    found: list[tuple[str, int, float]] = []  # a metric, a step, a difference
     for x, y in zip(a, b):
         one_sided |= x.keys() ^ y.keys()
         for key in (x.keys() & y.keys()) - TIMES:
+            largest[key] = max(largest.get(key, 0.0), abs(x[key]), abs(y[key]))
             if x[key] != y[key]:
-                relative = abs(x[key] - y[key]) / max(abs(x[key]), abs(y[key]))
-                worst, where = max((worst, where), (relative, f"{key} at step {x['step']}"))
-    return f"NO: {worst:.1e}, {where}" if where else "yes"
+                found.append((key, x["step"], abs(x[key] - y[key])))
+    if not found:
+        return "same"
+    key, step, difference = max(found, key=lambda one: one[2] / largest[one[0]])
+    return f"differ by {difference / largest[key]:.1e} ({key}, step {step})"
 
 
 def compare(args: argparse.Namespace, home: Path) -> int:
@@ -212,8 +232,6 @@ def compare(args: argparse.Namespace, home: Path) -> int:
         shutil.copy(args.rows, home / "dialogues.jsonl")
     data = lambda flags: "" if "--data " in f"{common} {flags}" else " --data ../groups.jsonl"
     runs = {name: f"{common}{data(flags)} {flags}" for name, flags in runs.items()}
-    if args.embedded:
-        runs["embedded default"] = "--steps 16 --eval-every 0"
     names = [name for name in runs if re.search(args.only, name)]
     if not names:
         raise SystemExit(f"no run matches --only {args.only}; there are: {'; '.join(runs)}")
@@ -225,25 +243,18 @@ def compare(args: argparse.Namespace, home: Path) -> int:
 
     def report(name: str, weights: str, *cells: str) -> None:
         print("|", " | ".join([name, weights, *cells]), "|", flush=True)
-        if weights != "yes":
+        if weights != "same":
             failed.append(name)
 
-    print("| run | same weights | same metrics | moved by | seconds |\n|---|---|---|---|---|")
+    print("| run | weights | metrics | moved | seconds |\n|---|---|---|---|---|")
     for name in names:
         started, final = time.time(), Path(name, "final", "model.safetensors")
         try:
             train(args.old, old, name, runs[name], threads)
             train(args.new, new, name, runs[name], threads)
         except RuntimeError as error:
-            report(name, f"NO, {error}", "", "", "")
+            report(name, f"FAILED: {error}", "", "", "")
             continue
-        if name == "embedded default":
-            for made in ("data-base/rows.jsonl", "model-base/model.safetensors"):
-                # The folder above is named by a hash of the code.
-                a, b = (next((side / "cache").glob(f"*/{made}"), None) for side in (old, new))
-                same = compare_files(a, b) if a and b else "NO, missing"
-                report(f"embedded {made}", same, "", "", "")
-            base = a.parent
         metrics = compare_metrics(old / name, new / name, one_sided)
         moved = f"{distance(base / 'model.safetensors', old / final):.2%}"
         seconds = f"{time.time() - started:.0f}"
@@ -260,7 +271,6 @@ def main() -> int:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path, nargs="?", default=Path(__file__).resolve().parent.parent)
     parser.add_argument("--only", default="", metavar="REGEX", help="runs whose name matches")
-    parser.add_argument("--embedded", action="store_true", help="also the embedded default")
     parser.add_argument("--real", type=Path, metavar="FOLDER", help="a real model, two threads")
     parser.add_argument("--rows", type=Path, metavar="FILE",
                         help="--real: JSON lines with `chosen` and `rejected` of your own")

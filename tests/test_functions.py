@@ -429,7 +429,7 @@ PASTED = {
     "grpo_loss": lambda: [(normal(0, 4, 9), normal(1, 4, 9), normal(2, 4)),
                           (normal(0, 4, 9), normal(1, 4, 9), normal(2, 4), 0.3, 0.1)],
     "sequence_log_ratio": lambda: [(normal(0, 4, 9), normal(1, 4, 9) > 0)],
-    "staleness_weight": lambda: [(normal(0, 4, 9), -normal(2, 4, 9).abs(), normal(3, 4, 9) > 0, normal(1, 4) > 0, 0.7)],
+    "taper_weight": lambda: [(normal(0, 4, 9), -normal(2, 4, 9).abs(), normal(3, 4, 9) > 0, normal(1, 4) > 0, 0.7)],
     "token_kl": lambda: [(normal(0, 4, 9),)],
     "token_logps": lambda: [(*parameters()[:2], LABELS), (*parameters()[:2], LABELS, parameters()[2], 2.0, 5)],
 }
@@ -450,7 +450,7 @@ def test_a_function_pasted_with_what_its_docstring_names_does_the_same_elsewhere
         expected = value_and_gradients(getattr(humanline, name), ours)
         results = value_and_gradients(pasted(name)[name], theirs)
         torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)  # NaN: the slope of √0
-        assert len(results) > 1 or name in ("humanline_rejected", "staleness_weight")
+        assert len(results) > 1 or name in ("humanline_rejected", "taper_weight")
 
 
 def test_every_public_function_of_tensors_can_be_pasted():
@@ -486,7 +486,7 @@ def parameters(dtype=torch.float64):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("chunk_size", [1, COUNT // 2, COUNT - 1, COUNT, 1024])
+@pytest.mark.parametrize("chunk_size", [1, COUNT - 1, COUNT // 2, 1024])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -578,19 +578,6 @@ def test_no_tensor_grows_with_the_tokens_times_the_vocabulary(chunk_size):
     with LargestOutput() as largest:
         full_logps(hidden, weight, labels).sum().backward()
     assert largest.numel >= N * T * V  # the recorder sees such a tensor where there is one
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_entropies_are_those_of_full_logits_at_every_8th_position_of_a_chunk(softcap, temperature):
-    hidden, weight, bias = (x.detach() for x in parameters())
-    noted = []
-    token_logps(hidden, weight, LABELS, bias, softcap, chunk_size=10, temperature=temperature, note_entropy=noted.append)
-    logits = hidden[KEPT] @ weight.T + bias
-    logps = ((logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature).log_softmax(-1)
-    entropies = -(logps.exp() * logps).sum(-1)
-    expected = torch.cat([chunk[::8] for chunk in entropies.split(10)])
-    assert len(expected) > 2 and torch.allclose(torch.cat(noted), expected, rtol=1e-9)
 
 
 # --- a claim of the README --------------------------------------------------------------------------------------------

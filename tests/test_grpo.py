@@ -1,18 +1,18 @@
-"""GRPO as published: the ratio to the old policy, the KL to the initial one, temperature, several rewards, the knobs."""
+"""Plain GRPO: the ratio to the old policy, the KL to the initial one, temperature, several rewards, the knobs."""
 
 import dataclasses
 import json
 import math
+import types
 
 import pytest
 import torch
-from conftest import metrics, random_batch, same_weights, timeless
+from conftest import double, gradient, logps_of, metrics, policy_of, random_batch, same_weights, timeless
 
 import humanline
 from humanline import Config, Group, group_advantages, grpo_loss, sequence_log_ratio
-from test_training import gradient, policy_of
 
-PUBLISHED = "--no-humanline --sample-every 4"
+PLAIN = "--no-humanline --sample-every 4"
 
 
 def weights_of(model) -> list[torch.Tensor]:
@@ -27,8 +27,7 @@ def with_weights(model, weights):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("ref", ["auto", "copy"])
-def test_the_ratio_is_to_the_policy_that_drew_and_the_kl_to_the_initial_one(run, tiny, monkeypatch, ref, temperature):
+def test_the_ratio_is_to_the_policy_that_drew_and_the_kl_to_the_initial_one(run, tiny, monkeypatch, temperature):
     seen, forward = [], humanline.forward_backward
 
     def spied(policy, batch, config):
@@ -36,107 +35,66 @@ def test_the_ratio_is_to_the_policy_that_drew_and_the_kl_to_the_initial_one(run,
         return forward(policy, batch, config)
 
     monkeypatch.setattr(humanline, "forward_backward", spied)
-    run(f"{PUBLISHED} --steps 10 --kl-beta 0.5 --ref {ref} --temperature {temperature}")
+    run(f"{PLAIN} --steps 10 --kl-beta 0.5 --temperature {temperature}")
     policies, model = [weights for weights, _ in seen], policy_of(tiny)[0]
     for step, (_, sequences) in enumerate(seen, 1):
         drew = (step - 1) // 4 * 4  # the index of the policy that drew this step's completions
         for name, weights in dict(ref_logps=policies[0], old_logps=policies[drew]).items():
-            logps, _ = humanline.log_probs(with_weights(model, weights), sequences, temperature)
-            expected = humanline.completion_parts(logps, sequences)
-            for sequence, values in zip(sequences, expected, strict=True):
-                torch.testing.assert_close(getattr(sequence, name), values, rtol=0, atol=1e-5)
+            for sequence, expected in zip(sequences, logps_of(with_weights(model, weights), sequences, temperature)):
+                torch.testing.assert_close(getattr(sequence, name), expected, rtol=0, atol=1e-5)
 
 
 def test_the_kl_to_the_initial_policy_does_not_fall_to_0_at_a_drawing(run):
-    lines = metrics(run(f"{PUBLISHED} --steps 12 --kl-beta 0.01"))
+    lines = metrics(run(f"{PLAIN} --steps 12 --kl-beta 0.01"))
     kl, drift = ([line[name] for line in lines] for name in ("kl", "drift"))
     assert kl[0] == drift[0] == drift[4] == drift[8] == 0  # the policy that drew is the policy
     assert min(kl[1], kl[4], kl[8]) > 0.1
 
 
-def test_without_a_kl_weight_no_reference_is_computed_or_reported(run, monkeypatch):
-    names, attach = [], humanline.attach_logps
-    monkeypatch.setattr(humanline, "attach_logps", lambda name, *rest: names.append(name) or attach(name, *rest))
-    lines = metrics(run(f"{PUBLISHED} --steps 8"))
-    assert set(names) == {"old_logps"} and not any("kl" in line for line in lines)
+@pytest.mark.parametrize("flags, names", [
+    (f"{PLAIN} --steps 8", {"old_logps"}), ("--sync-k 2 --sample-every 4 --kl-beta 0.1", {"ref_logps"})])
+def test_no_log_probs_are_computed_that_nobody_asks_for(run, monkeypatch, flags, names):
+    attached, attach = set(), humanline.Reference.attach
+    monkeypatch.setattr(humanline.Reference, "attach",
+                        lambda self, name, *steps: attached.add(name) or attach(self, name, *steps))
+    lines = metrics(run(flags))
+    assert attached == names
+    assert all(("kl" in line) == ("ref_logps" in names) for line in lines)
     assert max(line["drift"] for line in lines) > 0
 
 
-def test_humanline_takes_both_to_the_synced_reference(run, monkeypatch):
-    names, attach = [], humanline.attach_logps
-    monkeypatch.setattr(humanline, "attach_logps", lambda name, *rest: names.append(name) or attach(name, *rest))
-    lines = metrics(run("--sync-k 2 --sample-every 4 --kl-beta 0.1"))
-    assert set(names) == {"ref_logps"} and all("kl" in line for line in lines)
-
-
-@pytest.mark.parametrize("every", [1, 4])
-def test_the_initial_weights_lent_and_a_second_model_give_the_same_numbers(run, every):
-    flags = f"--no-humanline --sample-every {every} --steps 9 --kl-beta 0.5"
-    lent, second_model = run(flags), run(f"{flags} --ref copy")
-    assert timeless(lent) == timeless(second_model) and same_weights(lent, second_model)
-
-
 def test_a_resumed_run_has_the_initial_policy_again(run, tmp_path):
-    flags, whole = f"{PUBLISHED} --kl-beta 0.5 --steps 9 --save-every 3", str(tmp_path / "whole")
-    run(flags, out=whole)
-    again = str(tmp_path / "again")
-    run(f"{flags} --resume {whole}/checkpoint/step-00000006", out=again)
-    assert timeless(tmp_path / "again") == timeless(tmp_path / "whole")[6:]
-    assert same_weights(tmp_path / "whole", tmp_path / "again")
+    flags = f"{PLAIN} --kl-beta 0.5 --steps 9 --save-every 3"
+    whole = run(flags)
+    again = run(f"{flags} --resume {whole}/checkpoint/step-00000006", out=str(tmp_path / "again"))
+    assert timeless(again) == timeless(whole)[6:]
+    assert same_weights(whole, again)
 
 
-def test_the_weights_borrow_the_policys_place_and_give_it_back(tiny):
-    policy, _, config = policy_of(tiny, sample_every=4, kl_beta=0.1, sync_k=0, humanline=False)
-    reference = humanline.Reference(policy, None, config)
+def test_the_weights_put_aside_take_the_policys_place_and_give_it_back(tiny):
+    policy, _, config = policy_of(tiny, sample_every=4, kl_beta=0.1, humanline=False)
+    batches = types.SimpleNamespace(steps=8, made_until=0, pending=[])
+    reference = humanline.Reference(policy, batches, config)
     initial = weights_of(policy)
-    with_weights(policy, [weight + 1 for weight in initial])
-    moved = weights_of(policy)
-    with pytest.raises(KeyError), reference.borrowed_weights():
-        assert all(map(torch.equal, weights_of(policy), initial))
-        raise KeyError
-    assert all(map(torch.equal, weights_of(policy), moved)) and all(map(torch.equal, reference.weights, initial))
+    reference.sync(0)
+    moved = weights_of(with_weights(policy, [weight + 1 for weight in initial]))
+    reference.swap_weights()
+    assert all(map(torch.equal, weights_of(policy), initial))
+    reference.swap_weights()
+    assert all(map(torch.equal, weights_of(policy), moved))
+    assert all(map(torch.equal, reference.weights, initial))
 
 
-# Temperature: what was drawn from softmax(logits / T) has its log-probs there, too.
-
-def test_drawn_completions_have_their_log_probs_at_the_temperature_that_drew_them(tiny):
+def test_log_probs_are_of_the_temperature_that_drew(tiny):
     policy, _, config = policy_of(tiny, sample_every=1, temperature=0.7)
-    batch = random_batch("grpo")
-    _, _, _, logps = humanline.log_ratios(policy, batch.sequences, config)
-    for row, sequence in zip(logps, batch.sequences):
+    assert config.logits_temperature == 0.7
+    assert Config(temperature=0.7).logits_temperature == 1  # the data's own completions
+    sequences = random_batch("grpo").sequences
+    for sequence, logps in zip(sequences, humanline.sequence_logps(policy, sequences, config)):
         logits = policy(torch.tensor([sequence.prompt + sequence.completion])).logits[0, :-1] / 0.7
         start = len(sequence.prompt) - 1
         expected = logits.log_softmax(-1)[range(start, len(sequence) - 1), sequence.completion]
-        torch.testing.assert_close(row[start : len(sequence) - 1], expected, rtol=0, atol=1e-5)
-
-
-def test_the_datas_own_completions_have_temperature_1(tiny):
-    assert humanline.logits_temperature(Config(temperature=0.7)) == 1
-    assert humanline.logits_temperature(Config(temperature=0.7, sample_every=3)) == 0.7
-
-
-def test_evaluation_may_have_a_temperature_of_its_own(run, tiny, data_files, monkeypatch):
-    seen, sample = [], humanline.sample
-
-    def spied(policy, prompts, stops, pad, config, *rest):
-        seen.append((config.temperature, config.top_p))
-        return sample(policy, prompts, stops, pad, config, *rest)
-
-    monkeypatch.setattr(humanline, "sample", spied)
-    flags = f"--sample-every 2 --steps 2 --temperature 0.9 --eval-data {data_files['prompts']} --eval-every 0 --no-eval-greedy"
-    run(f"{flags} --eval-temperature 0.6 --eval-top-p 0.95")
-    assert set(seen[1:-1]) == {(0.9, 1.0)} and {seen[0], seen[-1]} == {(0.6, 0.95)}
-    seen.clear()
-    run(flags)
-    assert set(seen) == {(0.9, 1.0)}
-
-
-def test_top_p_says_that_the_ratio_does_not_know_of_it(run, capsys):
-    run("--sample-every 2 --steps 2 --top-p 0.9")
-    [line] = [line for line in capsys.readouterr().err.splitlines() if "--top-p 0.9" in line]
-    assert "warning" in line
-    run("--steps 2 --top-p 0.9")  # nothing is drawn
-    assert "--top-p" not in capsys.readouterr().err
+        torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 
 # The knobs, each against its paper.
@@ -171,17 +129,18 @@ def test_dr_grpo_has_no_division_by_the_deviation_nor_by_a_sequences_length(tiny
     rewards, ids = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long)
     assert group_advantages(rewards, ids, scale=False).tolist() == [0.75, -0.25, -0.25, -0.25]
     group = Group(0, [1], [[2]] * 4, rewards.tolist())
-    [unit] = humanline.LOSSES["grpo"].make_units(group, Config(scale_rewards=False), 0.5)
-    assert [s.advantage for s in unit] == [0.75, -0.25, -0.25, -0.25]
-    losses, mask, batch = torch.rand(8, 5), torch.rand(8, 5) > 0.3, random_batch("grpo")
-    config = Config(average="constant", max_new_tokens=16)
-    mean_loss = humanline.share_of_mean(losses, mask, batch, config)
-    assert float(mean_loss) == pytest.approx(float((losses * mask).sum() / (8 * 16)))
+    humanline.make_sequences([group], Config(scale_rewards=False))
+    assert [s.advantage for s in group.sequences] == [0.75, -0.25, -0.25, -0.25]
+    batch = random_batch("grpo")
+    x = humanline.make_microbatch([[s] for s in batch.sequences], torch.device("cpu"))
+    losses = torch.rand(x.mask.shape)
+    mean_loss = humanline.share_of_mean(losses, x, batch, Config(average="constant", max_new_tokens=16))
+    assert float(mean_loss) == pytest.approx(float((losses * x.mask).sum() / (8 * 16)))
 
 
 @pytest.mark.parametrize("flags", ["--epsilon-high 0.5 --epsilon 0.001", "--no-scale-rewards", "--average constant",
                                    "--ratio sequence"])
-@pytest.mark.parametrize("mode", ["--sync-k 3", PUBLISHED])
+@pytest.mark.parametrize("mode", ["--sync-k 3", PLAIN])
 def test_each_knob_acts_in_a_run(run, flags, mode):
     plain = f"{mode} --epsilon 0.001" if "epsilon" in flags else mode
     assert not same_weights(run(plain), run(f"{mode} {flags}"))
@@ -189,11 +148,9 @@ def test_each_knob_acts_in_a_run(run, flags, mode):
 
 @pytest.mark.parametrize("more", [dict(ratio="sequence"), dict(average="constant"), dict(epsilon_high=0.3)])
 def test_cutting_into_microbatches_changes_no_knob(tiny, more):
-    policy, _, config = policy_of(tiny, perception="clip", max_new_tokens=8, **more)
-    policy.double()
+    policy, _, config = policy_of(tiny, max_new_tokens=8, **more)
     batch = random_batch("grpo")
-    for sequence in batch.sequences:
-        sequence.ref_logps = sequence.ref_logps.double()
+    double(policy, batch)
     whole = gradient(policy, batch, config)
     small = gradient(policy, batch, dataclasses.replace(config, microbatch_tokens=36))
     assert torch.allclose(small, whole, rtol=1e-6, atol=1e-6 * float(whole.abs().max()))

@@ -1,10 +1,9 @@
 """LoRA: adapters beside a frozen base, with a reference that moves. Skipped where peft is not installed."""
 
-import copy
-import dataclasses
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 from conftest import metrics, random_batch, rows_of, timeless
 from safetensors.torch import load_file
 from test_command_line import complaint
-from test_models import ARCHITECTURES, folder, full_logits_logps, some_sequences  # noqa: F401  (a fixture)
+from test_models import ARCHITECTURES, folder, full_logits_logps, own_rows, some_sequences  # noqa: F401  (a fixture)
 from test_ranks import DRIVER, END, torchrun
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval as evaluation
 import humanline
@@ -55,16 +54,14 @@ def learned(policy) -> None:
 
 # What is trained.
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family, tied", [*[(family, True) for family in ARCHITECTURES], ("llama", False)])
 def test_log_probs_with_adapters_are_those_of_plain_peft(folder, tmp_path, family, tied):
     policy, _ = load(folder(family, tied), lora=4, attn="eager")
     learned(policy)
     policy.save_pretrained(tmp_path)
     theirs, base = plain_peft(tmp_path), AutoModelForCausalLM.from_pretrained(folder(family, tied))
     sequences = some_sequences(policy)
-    logps, _ = humanline.log_probs(policy, sequences)
-    for ours, sequence in zip(humanline.completion_parts(logps, sequences), sequences, strict=True):
+    for ours, sequence in zip(own_rows(policy, sequences), sequences, strict=True):
         assert torch.allclose(ours, full_logits_logps(theirs, sequence), rtol=0, atol=1e-5)
         assert (ours - full_logits_logps(base, sequence)).abs().max() > 0.01
 
@@ -76,20 +73,16 @@ def test_all_linear_layers_but_the_head_get_an_adapter(folder, family):
     linear = {name for name, module in load(folder(family, False))[0].named_modules()
               if type(module).__name__ in ("Linear", "Conv1D")}
     assert names == linear - {"lm_head"} and len(names) > 4
-    some, _ = load(folder("llama"), lora=4, lora_targets=("q_proj", "v_proj"))
-    assert {name.split(".")[-4] for name in humanline.trained(some)} == {"q_proj", "v_proj"}
 
 
 @pytest.mark.parametrize("dtype", ["mixed", "bfloat16", "float32"])
 def test_the_base_is_frozen_in_bf16_and_the_adapters_are_fp32(tiny, dtype):
-    policy, config = load(tiny, lora=4, dtype=dtype)
+    policy, config = load(tiny, lora=4, dtype=dtype, loss="dpo", perception="none")
     base = {p.dtype for p in policy.parameters() if not p.requires_grad}
     assert base == {torch.float32 if dtype == "float32" else torch.bfloat16}
     assert {p.dtype for p in humanline.trained(policy).values()} == {torch.float32}
     learned(policy)
-    report = humanline.forward_backward(policy, random_batch("dpo"), dataclasses.replace(
-        config, loss="dpo", perception="none", stale="keep", sync_k=1, prior=0))
-    assert report["loss"] > 0
+    assert humanline.forward_backward(policy, random_batch("dpo"), config)["loss"] > 0
     for name, p in policy.named_parameters():
         assert (p.grad is not None) == ("lora_" in name) and (p.grad is None or p.grad.dtype == torch.float32), name
         assert p.grad is None or p.grad.abs().max() > 0, name
@@ -98,117 +91,28 @@ def test_the_base_is_frozen_in_bf16_and_the_adapters_are_fp32(tiny, dtype):
 def test_new_adapters_change_nothing_and_are_a_function_of_the_seed(tiny):
     sequences = some_sequences(load(tiny)[0])
     policies = [load(tiny, lora=4, seed=seed)[0] for seed in (0, 0, 1)]
-    plain = humanline.log_probs(load(tiny)[0], sequences)[0]
-    assert all(torch.equal(humanline.log_probs(policy, sequences)[0], plain) for policy in policies)
+    plain = own_rows(load(tiny)[0], sequences)
+    assert all(torch.equal(*pair) for policy in policies for pair in zip(own_rows(policy, sequences), plain))
     first, same, other = ([p.detach() for p in humanline.trained(policy).values()] for policy in policies)
     assert all(map(torch.equal, first, same)) and not all(map(torch.equal, first, other))
 
 
-def test_activation_checkpointing_changes_no_gradient_of_an_adapter(folder):
-    grads = []
-    for checkpointing in (False, True):
-        policy, _ = load(folder("llama"), lora=4, checkpoint_activations=checkpointing)
-        learned(policy)
-        logps, _ = humanline.log_probs(policy, some_sequences(policy))
-        grads.append(torch.autograd.grad(logps.sum(), list(humanline.trained(policy).values())))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
 def test_the_default_learning_rate_is_ten_times_that_of_the_weights():
     lr = lambda flags: humanline.parse_config(flags.split()).lr
-    assert lr("--model x --lora 8") == 1e-5 and lr("--model x") == 1e-6
-    assert lr("--lora 8 --loss kto") == 4e-3 and lr("--lora 8") == 8e-3 and lr("--lora 8 --lr 1e-6") == 1e-6
-
-
-# The reference.
-
-class SecondModel(humanline.Reference):
-    """The reference as a whole second model, adapters and base: the long way round."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.second, self.copies = copy.deepcopy(self.policy).requires_grad_(False), True
-
-    def sync(self, step: int) -> None:
-        with torch.no_grad():
-            for target, value in zip(self.second.parameters(), self.policy.parameters()):
-                target.lerp_(value, self.config.sync_alpha) if self.config.sync_alpha < 1 else target.copy_(value)
-
-    def attach_to_batch(self, batch) -> None:
-        humanline.attach_logps("ref_logps", self.second, batch, self.config)
-
-
-REFERENCES = [  # flags, whether lookahead serves them, too
-    ("--loss dpo --sync-k 3", True), ("--loss kto --sync-k 2", True), ("--loss grpo --sync-k 4", True),
-    ("--loss dpo --no-humanline", True), ("--loss grpo --sync-k 2 --sample-every 3", True),
-    ("--loss kto --sync-k 3 --sample-every 2", True), ("--loss dpo --sync-k 1 --sample-every 1", True),
-    ("--loss dpo --no-humanline --sample-every 2", True), ("--loss grpo --sync-k 2 --sync-alpha 0.5", False),
-    ("--loss dpo --sync-drift 0.02", False), ("--loss kto --sync-k 2 --sample-every 3 --sync-alpha 0.3", False),
-    ("--loss grpo --no-humanline --sample-every 2 --kl-beta 0.5 --temperature 0.8", True)]
-
-
-@pytest.mark.parametrize("flags, looks_ahead", REFERENCES, ids=[flags for flags, _ in REFERENCES])
-def test_lookahead_and_second_adapters_do_what_a_second_model_does(run, monkeypatch, flags, looks_ahead):
-    made, make = [], humanline.Reference.__init__
-
-    def spied(self, *args):
-        make(self, *args)
-        made.append(self)
-
-    monkeypatch.setattr(humanline.Reference, "__init__", spied)
-    ways = ["copy", "lookahead"] if looks_ahead else ["copy"]
-    folders = [run(f"{LORA} --lr 0.1 {flags} --ref {way}") for way in ways]
-    for reference in made:  # never a second base
-        adapters = sum(p.numel() for p in humanline.trained(reference.policy).values())
-        assert reference.model is None and sum(w.numel() for w in reference.weights or []) in (0, adapters)
-        assert adapters < 0.5 * sum(p.numel() for p in reference.policy.parameters())
-    assert [reference.copies for reference in made] == [True, False][: len(ways)]
-    monkeypatch.setattr(humanline, "Reference", SecondModel)
-    expected = run(f"{LORA} --lr 0.1 {flags} --ref copy")
-    for folder in folders:
-        assert same_adapters(expected, folder) and timeless(expected) == timeless(folder)
-    assert not all(line["drift"] == 0 for line in metrics(expected))  # the reference matters
-
-
-def test_the_initial_policy_is_the_base_without_adapters(tiny):
-    policy, config = load(tiny, lora=4, loss="grpo", sample_every=2, kl_beta=0.1, sync_k=0, perception="none",
-                          stale="keep", humanline=False)
-    reference, batch = humanline.Reference(policy, None, config), random_batch("grpo")
-    learned(policy)
-    with reference.borrowed_weights():
-        humanline.attach_logps("ref_logps", policy, batch, config)
-    logps = humanline.log_probs(load(tiny)[0], batch.sequences)[0]
-    for sequence, expected in zip(batch.sequences, humanline.completion_parts(logps, batch.sequences)):
-        assert torch.allclose(sequence.ref_logps, expected.detach(), atol=1e-5) or not sequence.advantage
-
-
-def test_a_collapse_puts_back_the_adapters_of_better_times(run, monkeypatch):
-    kept, forward = {}, humanline.forward_backward
-
-    def spied(policy, batch, config):
-        kept[batch.step - 1] = [p.detach().clone() for p in humanline.trained(policy).values()]
-        return forward(policy, batch, config) | dict(
-            logp_wanted=-0.1 if batch.step <= 20 else -3.0, completion_length=1)
-
-    monkeypatch.setattr(humanline, "forward_backward", spied)
-    final = run(f"{LORA} --steps 40 --on-collapse restore") / "final"
-    policy, _ = load(str(final), lora=4, lora_alpha=8)
-    assert all(map(torch.equal, [p.detach() for p in humanline.trained(policy).values()], kept[16]))
-    assert not all(map(torch.equal, kept[16], kept[20]))
+    assert lr("--model x --lora 8") == 1e-5 and lr("--model x") == 1e-6 and lr("--model x --lora 8 --lr 1e-7") == 1e-7
 
 
 # Checkpoints.
 
 @pytest.mark.parametrize("flags", [
-    "--loss dpo --sync-k 3", "--loss grpo --sync-k 4 --sync-alpha 0.5", "--loss kto --sync-drift 0.05",
-    "--loss grpo --sync-k 5 --sample-every 2", "--loss grpo --no-humanline --sample-every 3 --kl-beta 0.1"])
+    "--loss dpo --sync-k 3", "--loss grpo --sync-k 5 --sample-every 2"])
 def test_an_adapter_checkpoint_holds_no_base_weights_and_resumes_bit_for_bit(run, tmp_path, flags):
     flags += f" {LORA} --lr 0.1 --steps 8 --save-every 1 --keep 9"
     whole = run(flags)
     for step in (1, 4):
         checkpoint = whole / "checkpoint" / f"step-{step:08d}"
         for file in checkpoint.glob("*.safetensors"):
-            assert all("lora_" in name for name in load_file(file))
+            assert all("lora_" in name or name.startswith("batches:") for name in load_file(file))
         resumed = run(f"{flags} --resume {checkpoint}", out=str(tmp_path / f"resumed-{step}"))
         assert same_adapters(whole, resumed)
         assert timeless(whole)[step:] == timeless(resumed)
@@ -231,74 +135,55 @@ def test_adapters_are_not_resumed_on_another_base(run, tiny, tmp_path):
 # The final folder.
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed"])
-def test_the_peft_folder_and_the_merged_one_are_the_same_model(run, tmp_path, dtype):
-    flags = f"{LORA} --loss dpo --lr 0.1 --dtype {dtype}"
-    adapter, merged = run(flags) / "final", run(f"{flags} --merge") / "final"
+def test_the_final_folder_is_a_peft_folder_that_merges_into_the_same_model(run, tmp_path, dtype):
+    adapter = run(f"{LORA} --loss dpo --lr 0.1 --dtype {dtype}") / "final"
     assert {file.name for file in adapter.glob("*.safetensors")} == {"adapter_model.safetensors"}
-    assert not list(merged.glob("adapter_*")) and "library_name: transformers" in (merged / "README.md").read_text()
     assert "library_name: peft" in (adapter / "README.md").read_text()
+    merged = tmp_path / "merged"  # as the README says
+    peft.AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(merged)
     ids = torch.arange(8, 40)[None]
     theirs, whole = plain_peft(adapter), AutoModelForCausalLM.from_pretrained(merged)
     assert torch.allclose(theirs(ids).logits, whole(ids).logits, rtol=0, atol=1e-5)
     with theirs.disable_adapter():
         assert (theirs(ids).logits - whole(ids).logits).abs().max() > 0.01
-    assert theirs.peft_config["default"].task_type == "CAUSAL_LM"
-    assert AutoTokenizer.from_pretrained(adapter)("ab")["input_ids"] == AutoTokenizer.from_pretrained(merged)("ab")[
-        "input_ids"]
 
 
-@pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
-def test_the_final_folder_trains_on_in_trl(run, tmp_path, merge):
+def test_the_final_folder_trains_on_in_trl(run, tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    final = run(f"{LORA} --loss dpo --lr 0.1" + " --merge" * merge) / "final"
-    model = str(final) if merge else peft.AutoPeftModelForCausalLM.from_pretrained(final, is_trainable=True)
+    final = run(f"{LORA} --loss dpo --lr 0.1") / "final"
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(final, is_trainable=True)
     args = trl.DPOConfig(output_dir=str(tmp_path / "trl"), per_device_train_batch_size=4, max_steps=2, use_cpu=True,
                          bf16=False, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True)
     trainer = trl.DPOTrainer(model, args=args, train_dataset=datasets.Dataset.from_list(rows_of("pairs", 8)),
                              processing_class=AutoTokenizer.from_pretrained(final))
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
-    assert before and all(merge or "lora_" in name for name in before)
+    assert before and all("lora_" in name for name in before)
     assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if name in before)
     assert all(math.isfinite(line["loss"]) for line in trainer.state.log_history if "loss" in line)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "gemma2", "gpt2"])
-def test_the_tokenizer_beside_adapters_is_the_bases(folder, tmp_path, family):
-    policy, _ = load(folder(family), lora=4)
-    base, text = AutoTokenizer.from_pretrained(folder(family)), "Natalia had 27 clips, José 3.\n"
-    policy.save_pretrained(tmp_path)
-    base.save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == base(text)["input_ids"]
-
-
-def test_a_peft_folder_can_be_trained_on_merged_and_measured(run, data_files, tiny, capsys):
+def test_a_peft_folder_is_merged_on_load_and_measured(run, tmp_path, data_files, tiny, capsys):
     first = run(f"{LORA} --loss dpo --lr 0.1")
     theirs, sequences = plain_peft(first / "final"), random_batch("dpo").sequences
-    for settings in (dict(), dict(lora=4, lora_alpha=8)):  # merged; the same adapters
-        policy, _ = load(str(first / "final"), **settings)
-        logps, _ = humanline.log_probs(policy, sequences)
-        for ours, sequence in zip(humanline.completion_parts(logps, sequences), sequences):
-            assert torch.allclose(ours, full_logits_logps(theirs, sequence), atol=1e-5)
-        expected = adapters_of(first) if settings else humanline.trained(load(tiny)[0])
-        assert len(humanline.trained(policy)) == len(expected)
-    second = run(f"{LORA} --loss dpo --lr 0.1 --model {first / 'final'}")
-    named = peft.PeftConfig.from_pretrained(second / "final").base_model_name_or_path
-    assert named == tiny and not same_adapters(first, second)
-    line = metrics(run(f"--loss dpo --lr 1e-9 --model {first / 'final'}"))[-1]
-    assert line["drift"] < 1e-4
-    with pytest.raises(humanline.UserError, match="its adapters go on with --lora 4 --lora-alpha 8"):
-        run(f"--lora 2 --model {first / 'final'}")
+    policy, _ = load(str(first / "final"))
+    for ours, sequence in zip(own_rows(policy, sequences), sequences, strict=True):
+        assert torch.allclose(ours, full_logits_logps(theirs, sequence), atol=1e-5)
+    assert humanline.trained(policy).keys() == humanline.trained(load(tiny)[0]).keys()
+    second = run(f"--loss dpo --lr 1e-9 --model {first / 'final'}")
+    assert metrics(second)[-1]["drift"] < 1e-4 and not list((second / "final").glob("adapter_*"))
+    whole = AutoModelForCausalLM.from_pretrained(second / "final")
+    assert torch.allclose(full_logits_logps(whole, sequences[0]), full_logits_logps(theirs, sequences[0]), atol=1e-4)
     for name in (str(first), str(first / "final")):
         assert evaluation.main(["show", "--model", name, "--data", data_files["prompts"], "--prompts", "2"]) == 0
-    capsys.readouterr()
+    start = f"--model {first}/final --data {data_files['groups']} --lora 4 --out {tmp_path}/o".split()
+    assert "has adapters already; merge them before --lora adds others" in complaint(start, tmp_path, capsys)
 
 
 # Ranks.
 
 @pytest.mark.parametrize("flags", [
-    "--loss dpo --sync-k 3", "--loss grpo --sync-k 2 --sample-every 2 --sample-tokens 128",
-    "--loss grpo --sync-k 2 --sync-alpha 0.5"])
+    "--loss dpo --sync-k 3", "--loss grpo --sync-k 2 --sample-every 2 --sample-tokens 128"])
 def test_two_ranks_sharded_or_not_train_the_adapters_of_one(run, tiny, data_files, varied, tmp_path, flags):
     flags = (f"--model {tiny} --data {data_files['groups']} --reward {varied} --batch-size 6 --steps 8 --lr 1e-3 "
              f"--group-size 4 --max-new-tokens 4 --microbatch-tokens 200 {LORA} {flags}").split()
@@ -321,144 +206,14 @@ def test_two_ranks_sharded_or_not_train_the_adapters_of_one(run, tiny, data_file
 
 # Bad input.
 
-BAD = [("--merge", "--merge is about adapters; it needs --lora RANK"),
-       ("--lora-targets q_proj", "--lora-targets is about adapters; it needs --lora RANK"),
-       ("--lora-alpha 8", "--lora-alpha is about adapters; it needs --lora RANK"),
-       ("--lora -1", "--lora is -1; it must be 0 or more"),
-       ("--lora 4 --lora-alpha 0", "--lora-alpha is 0; it must be 1 or more"),
-       ("--lora 4 --lora-targets nothing", "--lora-targets: Target modules"),
-       ("--lora 4 --lora-targets q_proj lm_head", "the output head takes no adapter")]
-
-
-@pytest.mark.parametrize("flags, expected", BAD, ids=[flags for flags, _ in BAD])
-def test_a_bad_flag_of_lora_is_one_line(tiny, data_files, tmp_path, capsys, monkeypatch, flags, expected):
-    monkeypatch.chdir(tmp_path)
-    line = complaint(["--model", tiny, "--data", data_files["groups"], *flags.split()], tmp_path, capsys)
-    assert expected in line, line
-
-
-def test_adapters_that_cannot_be_merged_are_saved_as_they_are(run, monkeypatch):
-    loaded, load = [], humanline.load_policy
-
-    def once(*args):
-        loaded.append(args)
-        if len(loaded) > 1:  # the base, to merge them
-            raise MemoryError("no room")
-        return load(*args)
-
-    monkeypatch.setattr(humanline, "load_policy", once)
-    with pytest.raises(OSError, match="no room.*the model is in ") as error:
-        run(f"{LORA} --merge --steps 2")
-    final = Path(str(error.value).rpartition("the model is in ")[2])
-    assert (final / "adapter_model.safetensors").exists() and "library_name: peft" in (final / "README.md").read_text()
-    shutil.rmtree(final.parent)
-
-
-@pytest.mark.parametrize("kind, flags, expected", [
-    ("embeddings", "", "the input embeddings cannot be merged"), ("embeddings", LORA, None),
-    ("embeddings", f"{LORA} --merge", "the input embeddings cannot be merged"),
-    ("dora", "", None), ("dora", LORA, "would begin anew; merge them first"),
-    ("ia3", LORA, "its adapters are not LoRA's")])
-def test_adapters_that_would_become_others_are_refused(tiny, data_files, tmp_path, capsys, monkeypatch, kind, flags,
-                                                       expected):
-    made = {"embeddings": peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "embed_tokens"]),
-            "dora": peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], use_dora=True),
-            "ia3": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])}[kind]
-    base = AutoModelForCausalLM.from_pretrained(tiny)
-    assert base.config.tie_word_embeddings
-    peft.get_peft_model(base, made).save_pretrained(tmp_path / kind)
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / kind)
-    monkeypatch.chdir(tmp_path)
-    start = ["--model", str(tmp_path / kind), "--data", data_files["groups"], *flags.split()]
-    if expected is None:
-        humanline.load_policy(humanline.parse_config(start), torch.device("cpu"))
-    else:
-        assert expected in complaint(start, tmp_path, capsys)
+@pytest.mark.parametrize("flag, least", [("--lora -1", 0), ("--lora-alpha 0", 1)])
+def test_a_bad_flag_of_lora_is_one_line(flag, least):
+    with pytest.raises(humanline.UserError, match=f"{flag.replace(' ', ' is ')}; it must lie from {least} to"):
+        humanline.parse_config(f"--model x {flag}".split())
 
 
 def test_without_peft_one_line_says_what_to_install(tiny, data_files, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    find = humanline.importlib.util.find_spec
-    monkeypatch.setattr(humanline.importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    monkeypatch.setitem(sys.modules, "peft", None)
     line = complaint(["--model", tiny, "--data", data_files["groups"], "--lora", "4"], tmp_path, capsys)
     assert line.endswith("pip install peft")
-
-
-def test_a_runs_config_repeats_it_and_its_adapters_are_measured(run, tmp_path):
-    first = run(f"{LORA} --lora-targets q_proj v_proj --loss dpo")
-    settings = evaluation.settings_of(str(first), evaluation.Accuracy(model=(str(first),)))
-    policy = evaluation.load(str(first), settings, scored=False).policy
-    adapters = {name for name, _ in policy.named_parameters() if "lora_" in name}
-    assert adapters and all("q_proj" in name or "v_proj" in name for name in adapters)
-    again = run("", flags=["--config", str(first / "config.toml")])
-    assert same_adapters(first, again)
-    assert all("q_proj" in name or "v_proj" in name for name in adapters_of(first))
-
-
-# The plan.
-
-def planned(capsys, *flags: str) -> tuple[dict[str, int], str]:
-    """What --plan prints: MiB by name, and the advice."""
-    assert humanline.main([*flags, "--plan"]) == 0
-    *lines, advice = capsys.readouterr().out.splitlines()
-    return {line.partition(" MiB  ")[2]: int(line.partition(" MiB")[0].replace(",", "")) for line in lines}, advice
-
-
-@pytest.fixture(scope="module")
-def weightless(tmp_path_factory) -> str:
-    """A folder that says what a model of 68 M parameters is, without its weights."""
-    path, tokenizer = tmp_path_factory.mktemp("weightless"), humanline.embedded_tokenizer()
-    LlamaConfig(vocab_size=32_768, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, bos_token_id=2,
-                num_attention_heads=8, tie_word_embeddings=True, eos_token_id=3, pad_token_id=0).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
-
-
-PLANS = [  # loss, more, what the rows must be, of W MiB of weights and A MiB of adapters
-    ("dpo", "", lambda w, a: {"weights": w, "AdamW's moments": 2 * w, "gradients": w}),
-    ("kto", "--ref copy", lambda w, a: {"weights": w, "the reference, a second model": w, "gradients": w}),
-    ("grpo", "--dtype bfloat16", lambda w, a: {"weights": w / 2, "AdamW's moments": w, "gradients": w / 2}),
-    ("dpo", "--lora 16", lambda w, a: {"weights": w + a, "AdamW's moments": 2 * a, "gradients": a}),
-    ("kto", "--lora 16 --ref copy --dtype mixed", lambda w, a: {"weights": w / 2 + a, "weights put aside": a})]
-
-
-@pytest.mark.parametrize("loss, more, expected", PLANS, ids=[f"{loss} {more}" for loss, more, _ in PLANS])
-def test_a_plan_needs_no_weights_and_counts_what_a_run_holds(
-        weightless, data_files, tmp_path, capsys, monkeypatch, loss, more, expected):
-    monkeypatch.chdir(tmp_path)
-    flags = ["--model", weightless, "--data", data_files["groups"], "--loss", loss, *more.split(), "--max-length", "60"]
-    flags += ["--batch-size", "8"] + ([] if "--dtype" in more else ["--dtype", "float32"])
-    table, _ = planned(capsys, *flags)
-    layer = 4 * 512 * 512 + 3 * 512 * 2048 + 2 * 512
-    weights, adapters = 4 * (32_768 * 512 + 12 * layer + 512), 4 * 12 * 16 * (8 * 512 + 3 * 2560)
-    for name, size in expected(weights / 2**20, adapters / 2**20).items():
-        assert abs(table[name] - size) <= 1, name
-    assert sum(table.values()) == pytest.approx(2 * table["in all, on each rank"], abs=9)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_plans_activations_follow_the_microbatch_checkpointing_and_sampling(weightless, data_files, capsys, varied):
-    common = ["--model", weightless, "--data", data_files["groups"], "--loss", "dpo", "--dtype", "float32"]
-
-    def activations(*flags: str) -> int:
-        table, _ = planned(capsys, *common, *flags)
-        return next(size for name, size in table.items() if "activations" in name)
-
-    many = ["--batch-size", "24", "--lora", "16"]  # beside them gradients are small
-    whole, half = activations(*many), activations(*many, "--microbatch-tokens", "600")
-    assert half < whole and activations(*many, "--checkpoint-activations") < whole
-    online = ["--sample-every", "1", "--reward", varied, "--group-size", "64", "--max-new-tokens", "40"]
-    table, advice = planned(capsys, *common, *online)
-    sampling = next(size for name, size in table.items() if "sampling" in name)
-    tokens = eval(next(name for name in table if "sampling" in name).partition("(")[2].removesuffix(" tokens)")
-                  .replace("x", "*"))
-    assert sampling > tokens * 12 * 2 * 512 * 4 / 2**20  # the cache: keys and values of each layer
-    assert "--lora 16" in advice and "--checkpoint-activations" in advice
-    assert "--lora" not in planned(capsys, *common, "--lora", "16")[1]
-
-
-def test_settings_of_adapters_survive_the_runs_config_file(tmp_path):
-    config = humanline.parse_config("--lora 4 --lora-alpha 8 --lora-targets q_proj v_proj --merge".split())
-    file = tmp_path / "config.toml"
-    file.write_text(humanline.to_toml(config))
-    assert humanline.parse_config(["--config", str(file)]) == dataclasses.replace(config, config=str(file))

@@ -1,5 +1,6 @@
 """Any causal language model: its log-probs, its tokenizer's boundaries, and short runs, on random two-layer models."""
 
+import dataclasses
 import json
 import os
 import random
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, metrics, write_jsonl
+from conftest import metrics, write_jsonl
 from test_command_line import complaint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (AutoModelForCausalLM, AutoTokenizer, CohereConfig, FalconConfig, Gemma2Config, GemmaTokenizer,
@@ -21,17 +22,13 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, CohereConfig, Fal
                           Qwen2Tokenizer, Qwen3Config)
 
 import humanline
-from humanline import Config, Sequence, UserError
+from humanline import Config, Sequence
 
 LOSSES = ["grpo", "dpo", "kto"]
 
 
 def gsm8k(count: int) -> list[dict]:
-    """Rows of GSM8K: the real ones where they lie beside the repository, otherwise of the same shape."""
-    real = ROOT.parent / "shared" / "data" / "gsm8k-train.jsonl"
-    if real.exists():
-        with open(real, encoding="utf-8") as lines:
-            return [json.loads(line) for line, _ in zip(lines, range(count))]
+    """Rows of the shape of GSM8K."""
     chance, rows = random.Random(0), []
     for _ in range(count):
         name = chance.choice(["Natalia", "Weng", "José", "Betty"])
@@ -162,11 +159,21 @@ def load(path: str, **settings):
     return policy, tokenizer, config
 
 
+def random_ids(policy, generator, low: int, high: int) -> list[int]:
+    length = int(torch.randint(low, high, (), generator=generator))
+    return torch.randint(policy.config.vocab_size, (length,), generator=generator).tolist()
+
+
 def some_sequences(policy, count: int = 5) -> list[Sequence]:
     generator = torch.Generator().manual_seed(1)
-    number = lambda low, high: int(torch.randint(low, high, (), generator=generator))
-    ids = lambda length: torch.randint(policy.config.vocab_size, (length,), generator=generator).tolist()
-    return [Sequence(ids(number(1, 20)), ids(number(1, 90))) for _ in range(count)]
+    return [Sequence(random_ids(policy, generator, 1, 20), random_ids(policy, generator, 1, 90)) for _ in range(count)]
+
+
+def own_rows(policy, sequences: list[Sequence]) -> list[torch.Tensor]:
+    """The log-probs of each completion, every sequence in a row of its own."""
+    logps = humanline.log_probs(policy, [[sequence] for sequence in sequences])
+    assert all(not row[len(sequence.completion):].any() for row, sequence in zip(logps, sequences, strict=True))
+    return [row[: len(sequence.completion)] for row, sequence in zip(logps, sequences)]
 
 
 def full_logits_logps(policy, sequence: Sequence) -> torch.Tensor:
@@ -178,37 +185,31 @@ def full_logits_logps(policy, sequence: Sequence) -> torch.Tensor:
 
 # Log-probs.
 
-@pytest.mark.parametrize("attn", ["eager", "sdpa"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family, tied, attn", [
+    ("llama", True, "sdpa"), ("llama", False, "eager"), ("qwen2", False, "sdpa"), ("qwen3", True, "eager"),
+    ("gemma2", True, "eager"), ("gpt2", True, "sdpa"), ("gpt2", False, "eager")])
 def test_log_probs_and_their_gradients_are_those_of_the_models_full_logits(folder, family, tied, attn):
-    if (family, attn) == ("gemma2", "sdpa"):
-        pytest.skip("transformers refuses sdpa for Gemma 2, whose attention logits are capped")
     policy, _, _ = load(folder(family, tied), attn=attn)
     assert policy.config._attn_implementation == attn
     assert (policy.get_input_embeddings().weight is policy.get_output_embeddings().weight) == tied
     sequences = some_sequences(policy)
-    logps, mask = humanline.log_probs(policy, sequences)
+    logps = own_rows(policy, sequences)
     expected = [full_logits_logps(policy, sequence) for sequence in sequences]
-    for ours, theirs in zip(humanline.completion_parts(logps, sequences), expected, strict=True):
+    for ours, theirs in zip(logps, expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
-    assert mask.sum() == sum(len(sequence.completion) for sequence in sequences) and not logps[~mask].any()
 
-    weights = torch.randn(int(mask.sum()), generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(len(torch.cat(expected)), generator=torch.Generator().manual_seed(2))
     gradients = lambda parts: torch.autograd.grad((torch.cat(parts) * weights).sum(), list(policy.parameters()))
-    ours, theirs = gradients(humanline.completion_parts(logps, sequences)), gradients(expected)
-    for (name, _), a, b in zip(policy.named_parameters(), ours, theirs, strict=True):
+    for (name, _), a, b in zip(policy.named_parameters(), gradients(logps), gradients(expected), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(b.abs().max()))), name
 
 
 def test_gemmas_log_probs_are_those_of_the_capped_logits(folder):
     policy, _, _ = load(folder("gemma2"))
-    sequence = some_sequences(policy)[0]
-    ours = humanline.log_probs(policy, [sequence])[0]
-    assert policy(input_ids=torch.tensor([sequence.prompt + sequence.completion])).logits.abs().max() <= 2.0
+    sequences = some_sequences(policy, 1)
+    capped = own_rows(policy, sequences)[0]
     policy.config.final_logit_softcapping = None
-    uncapped = humanline.log_probs(policy, [sequence])[0]
-    assert (ours - uncapped).abs().max() > 0.1
+    assert (capped - own_rows(policy, sequences)[0]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("config", [
@@ -224,74 +225,67 @@ def test_no_dropout_is_left_wherever_a_model_keeps_it(folder, tmp_path, config):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     policy, _, _ = load(str(tmp_path / "model"), attn="eager")
     sequences = some_sequences(policy)
-    first, second = (humanline.log_probs(policy, sequences)[0] for _ in range(2))
-    assert policy.training and torch.equal(first, second)
+    first, second = own_rows(policy, sequences), own_rows(policy, sequences)
+    assert policy.training and all(map(torch.equal, first, second))
 
 
-def test_activation_checkpointing_changes_no_gradient(folder):
+@pytest.mark.parametrize("lora", [0, 4])
+def test_activation_checkpointing_changes_no_gradient(folder, lora):
     grads = []
     for checkpointing in (False, True):
-        policy, _, config = load(folder("llama"), checkpoint_activations=checkpointing)
+        policy, _, _ = load(folder("llama"), lora=lora, checkpoint_activations=checkpointing)
         assert any(getattr(module, "gradient_checkpointing", False) for module in policy.modules()) == checkpointing
-        logps, _ = humanline.log_probs(policy, [*some_sequences(policy), *with_shared_prompts(policy, config)])
-        grads.append(torch.autograd.grad(logps.sum(), list(policy.parameters())))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        logps = humanline.log_probs(policy, [[sequence] for sequence in some_sequences(policy)] + shared_rows(policy))
+        grads.append(torch.autograd.grad(logps.sum(), list(humanline.trained(policy).values())))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and any(grad.any() for grad in grads[0])
 
 
 @pytest.mark.parametrize("dtype", ["mixed", "bfloat16"])
 def test_bf16_log_probs_are_near_those_of_fp32_and_weights_are_what_was_asked(folder, dtype):
     exact, _, _ = load(folder("qwen2"), dtype="float32")
-    policy, _, config = load(folder("qwen2"), dtype=dtype)
+    policy, _, _ = load(folder("qwen2"), dtype=dtype)
     assert {p.dtype for p in policy.parameters()} == {torch.float32 if dtype == "mixed" else torch.bfloat16}
     sequences = some_sequences(exact)
-    with humanline.mixed_precision(torch.device("cpu"), config):
-        logps, mask = humanline.log_probs(policy, sequences)
-    difference = (logps - humanline.log_probs(exact, sequences)[0])[mask].abs()
+    logps = torch.cat(own_rows(policy, sequences))
+    difference = (logps - torch.cat(own_rows(exact, sequences))).abs()
     assert logps.dtype == torch.float32 and 0 < difference.max() < 0.3 and difference.mean() < 0.05
 
 
-def with_shared_prompts(policy, config) -> list[Sequence]:
-    """Groups of many sizes, laid into rows as `cut` would."""
-    generator = torch.Generator().manual_seed(2)
-    number = lambda low, high: int(torch.randint(low, high, (), generator=generator))
-    ids = lambda length: torch.randint(policy.config.vocab_size, (length,), generator=generator).tolist()
-    groups = [(ids(number(1, 30)), [ids(number(1, 15)) for _ in range(number(1, 6))]) for _ in range(6)]
-    groups.append(([7], [ids(9), ids(3)]))
-    sequences = [Sequence(prompt, completion) for prompt, completions in groups for completion in completions]
-    humanline.inseparable(sequences, 100, config)
-    return sequences
+def shared_rows(policy) -> list[list[Sequence]]:
+    """Rows of one to five completions behind one copy of their prompt."""
+    generator, rows = torch.Generator().manual_seed(2), []
+    for count in (3, 1, 5, 2, 4):
+        prompt = random_ids(policy, generator, 1, 30)
+        rows.append([Sequence(prompt, random_ids(policy, generator, 1, 15)) for _ in range(count)])
+    rows.append([Sequence([7], [5] * 9), Sequence([7], [6] * 3)])
+    return rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family, dtype", [
+    ("llama", torch.float32), ("qwen2", torch.float32), ("qwen3", torch.float32), ("gpt2", torch.float64)])
 def test_completions_behind_one_copy_of_their_prompt_have_the_log_probs_and_gradients_they_have_alone(
         folder, family, dtype):
-    policy, _, config = load(folder(family))
+    policy, _, _ = load(folder(family))
+    assert policy.shares_prompts
     policy.to(dtype)
     # Root-mean-square norms compute in float32 whatever the weights; GPT-2's do not.
-    tolerance = 1e-10 if (family, dtype) == ("gpt2", torch.float64) else 1e-5
-    sequences, results = with_shared_prompts(policy, config), []
-    assert len(humanline.forward_rows(sequences)) < len(sequences) - 10
-    for shares in ([sequence.shares_prompt for sequence in sequences], [False] * len(sequences)):
-        for sequence, shares_prompt in zip(sequences, shares):
-            sequence.shares_prompt = shares_prompt
-        logps, mask = humanline.log_probs(policy, sequences)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    rows, results = shared_rows(policy), []
+    for layout in (rows, [[sequence] for row in rows for sequence in row]):
+        logps = humanline.log_probs(policy, layout)
         weights = torch.randn(logps.shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
-        results.append((logps, mask, torch.autograd.grad((logps * weights).sum(), list(policy.parameters()))))
-    (shared, mask, ours), (apart, expected_mask, theirs) = results
-    assert torch.equal(mask, expected_mask) and not shared[~mask].any()
-    assert torch.allclose(shared, apart, rtol=0, atol=tolerance)
+        results.append((logps, torch.autograd.grad((logps * weights).sum(), list(policy.parameters()))))
+    (shared, ours), (alone, theirs) = results
+    assert torch.allclose(shared, alone, rtol=0, atol=tolerance)
     for (name, _), a, b in zip(policy.named_parameters(), ours, theirs, strict=True):
         assert torch.allclose(a, b, rtol=10 * tolerance, atol=tolerance * max(1.0, float(b.abs().max()))), name
 
 
 @pytest.mark.parametrize("family, settings", [
-    ("gemma2", {}), ("llama", dict(attn="eager")), ("llama", dict(share_prompts=False))],
-    ids=["windowed", "eager", "off"])
-def test_prompts_are_not_shared_where_the_model_does_not_allow_it(folder, family, settings):
-    policy, _, config = load(folder(family), **settings)
-    sequences = with_shared_prompts(policy, config)
-    assert not config.share_prompts and not any(sequence.shares_prompt for sequence in sequences)
+    ("gemma2", {}), ("llama", dict(attn="eager"))],
+    ids=["windowed", "eager"])
+def test_prompts_are_not_shared_where_the_model_or_the_user_does_not_allow_it(folder, family, settings):
+    assert not load(folder(family), **settings)[0].shares_prompts
 
 
 @pytest.mark.parametrize("config_class, more, allows", [
@@ -301,7 +295,9 @@ def test_prompts_are_not_shared_where_the_model_does_not_allow_it(folder, family
 def test_whether_a_model_allows_shared_prompts_is_found_out(config_class, more, allows):
     config = config_class(vocab_size=100, **SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=0,
                           eos_token_id=0, **more)
-    assert humanline.can_share_prompts(AutoModelForCausalLM.from_config(config), Config()) == allows
+    policy = AutoModelForCausalLM.from_config(config)
+    policy.is_mixed = False
+    assert humanline.can_share_prompts(policy) == allows
 
 
 # The boundary of prompt and completion.
@@ -327,7 +323,7 @@ def test_the_model_sees_exactly_the_prompt_and_the_completion_with_one_bos_and_o
     whole = group.prompt + group.completions[0]
     seen, note = [], lambda module, inputs, output: seen.append(inputs[0][0].tolist())
     policy.get_input_embeddings().register_forward_hook(note)
-    humanline.log_probs(policy, [Sequence(group.prompt, group.completions[0])])
+    humanline.log_probs(policy, [[Sequence(group.prompt, group.completions[0])]])
     assert seen == [whole[:-1]]  # the last token is only ever a label
 
     text = tokenizer.decode(whole)
@@ -390,8 +386,8 @@ def test_a_pad_token_that_the_model_does_not_know_is_not_used(folder, rows, tmp_
 
 
 def test_padding_a_prompt_on_the_left_changes_no_sample(folder):
-    for family in ARCHITECTURES:  # learned, rotary and windowed positions alike
-        policy, tokenizer, config = load(folder(family), max_new_tokens=1, temperature=1e-4)
+    for family in ("llama", "gemma2", "gpt2"):  # learned, rotary and windowed positions alike
+        policy, tokenizer, config = load(folder(family), max_new_tokens=1, temperature=1e-3)
         prompts = encoded_prompts(tokenizer, "short", PROMPT, PROMPT * 3)
         likeliest = [int(policy(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) for ids in prompts]
         assert [ids[0] for ids, _ in humanline.sample(policy, prompts, [0], 0, config, 0)] == likeliest, family
@@ -466,38 +462,25 @@ def test_a_space_before_an_answer_is_a_part_of_it(folder, tmp_path):
     assert tokenizer.decode(group.completions[0]).startswith(" 3+4")
 
 
-def test_a_template_that_puts_answers_elsewhere_than_it_draws_them_is_told_of(folder, tmp_path, capsys):
-    loaded = with_template(folder, "qwen3", QWEN3_TEMPLATE, tmp_path / "model")
-    encoded_row(*loaded, chosen="2", rejected="3")
-    assert "answers without a thought are trained behind" in capsys.readouterr().err
-    loaded = load(str(tmp_path / "model"), template_values=("enable_thinking=False",))
-    encoded_row(*loaded, chosen="2", rejected="3")
-    assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize("value, literal", [
-    ("false", "false"), ("False", "false"), ("None", "none"), ("low", '"low"'), ('"low"', '"low"'), ("3", "3"), ("é🎉", '"é🎉"')])
-def test_values_for_a_template_are_read_as_one_would_write_them(value, literal):
-    assert [*humanline.template_values(Config(template_values=(f"name={value}",)))] == [("name", literal)]
-
-
 def test_what_a_template_is_told_reaches_the_prompts_and_the_final_folder(folder, rows, tmp_path):
-    settings = dict(template_values=("enable_thinking=false",))
+    settings = dict(template_values='{"enable_thinking": false, "more": {"none": null, "text": "é"}}')
     _, tokenizer, _ = with_template(folder, "qwen3", QWEN3_TEMPLATE, tmp_path / "model", **settings)
     assert tokenizer.decode(encoded_prompts(tokenizer, "a")[0]).endswith("assistant\n<think>\n\n</think>\n\n")
-    out = train(str(tmp_path / "model"), rows, tmp_path / "out", "--steps 1 --template-values enable_thinking=false")
+    told = '{"enable_thinking":false}'
+    out = train(str(tmp_path / "model"), rows, tmp_path / "out", f"--steps 1 --template-values {told}")
     _, kept, _ = load(str(out / "final"))
     assert encoded_prompts(kept, "a") == encoded_prompts(tokenizer, "a")
-    _, changed, _ = load(str(out / "final"), template_values=("enable_thinking=true",))
+    _, changed, _ = load(str(out / "final"), template_values='{"enable_thinking": true}')
     assert changed.decode(encoded_prompts(changed, "a")[0]).endswith("assistant\n")
-    with pytest.raises(humanline.UserError, match="--template-values a b=1: write NAME=VALUE"):
-        load(str(tmp_path / "model"), template_values=("a b=1",))
+    with pytest.raises(humanline.UserError, match="--template-values a=1: .*write a JSON object"):
+        load(str(tmp_path / "model"), template_values="a=1")
     with pytest.raises(humanline.UserError, match="has no chat template"):
         load(folder("gpt2"), **settings)
 
 
 def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow(folder, tmp_path):
-    _, tokenizer, _ = with_template(folder, "qwen3", "Today is {{ strftime_now('%d %b %Y') }}." + CHATML_TEMPLATE,
+    _, tokenizer, _ = with_template(folder, "qwen3", "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+                                    "{% endif %}Today is {{ date_string }}." + CHATML_TEMPLATE,
                                     tmp_path / "model")
     assert tokenizer.decode(encoded_prompts(tokenizer, "a")[0]).startswith("Today is 26 Jul 2024.")
 
@@ -506,7 +489,7 @@ def test_dialogues_keep_their_speakers_where_the_model_has_no_template(folder, c
     start = "\n\nHuman: What is the capital of France?\n\nAssistant: Paris.\n\nHuman: And of Spain?\n\nAssistant:"
     row = dict(chosen=f"{start} Madrid.", rejected=f"{start} Rome.")
     _, tokenizer, group = encoded(folder("gpt2"), row)
-    assert tokenizer.decode(group.prompt) == start.replace(": ", ":\n") + "\n"
+    assert tokenizer.decode(group.prompt, skip_special_tokens=True) == start.replace(": ", ":\n") + "\n"
     assert tokenizer.decode(group.completions[0], skip_special_tokens=True) == "Madrid."
     assert "its dialogues are written as Human: … Assistant: …" in capsys.readouterr().err
     policy, tokenizer, group = encoded(folder("llama-plain"), row)
@@ -562,29 +545,25 @@ def test_a_tokenizer_without_eos_is_refused_and_one_without_pad_is_not(folder, t
     assert AutoTokenizer.from_pretrained(folder("llama3")).pad_token is None
 
 
-def test_a_tokenizer_that_makes_no_tokens_of_a_prompt_is_refused(folder, tmp_path, capsys):
+def test_a_tokenizer_that_is_not_the_models_own_is_refused(folder, tmp_path, capsys):
     # A word-level tokenizer beside a Qwen2 config comes back as a byte-level one without an alphabet.
     words = Tokenizer(models.WordLevel({"<eos>": 0, "1+1?": 1}, unk_token="<eos>"))
-    humanline.shutil.copytree(folder("qwen2"), tmp_path / "model")
-    for file in [*(tmp_path / "model").glob("tokenizer*"), *(tmp_path / "model").glob("chat_template*")]:
+    humanline.shutil.copytree(folder("qwen2"), tmp_path / "none")
+    for file in [*(tmp_path / "none").glob("tokenizer*"), *(tmp_path / "none").glob("chat_template*")]:
         file.unlink()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "model")
-    assert re.search(r"row 1: .*no tokens", refusal(str(tmp_path / "model"), tmp_path, capsys))
-
-
-def test_a_tokenizer_with_tokens_that_the_model_does_not_know_is_refused(folder, tmp_path, capsys):
-    humanline.shutil.copytree(folder("llama3"), tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "none")
+    assert re.search(r"row 1: .*makes no tokens", refusal(str(tmp_path / "none"), tmp_path, capsys))
+    humanline.shutil.copytree(folder("llama3"), tmp_path / "more")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "more")
     tokenizer.add_tokens(["1+1"])
-    tokenizer.save_pretrained(tmp_path / "model")
-    assert "makes tokens that the model does not know" in refusal(str(tmp_path / "model"), tmp_path, capsys)
+    tokenizer.save_pretrained(tmp_path / "more")
+    assert "or some that the model does not know" in refusal(str(tmp_path / "more"), tmp_path, capsys)
 
 
-def test_an_unknown_attention_implementation_is_one_line(folder, tmp_path, capsys):
-    line = refusal(folder("llama"), tmp_path, capsys, "--attn", "nonsense")
-    assert re.search(r"--model .*nonsense.*; choose another --attn", line)
-    line = refusal(folder("gemma2"), tmp_path, capsys, "--attn", "sdpa")
-    assert re.search(r"--model .*Gemma2.*; choose another --attn", line)
+@pytest.mark.parametrize("family, attn", [("llama", "nonsense"), ("gemma2", "sdpa")])
+def test_an_unknown_attention_implementation_is_one_line(folder, tmp_path, capsys, family, attn):
+    line = refusal(folder(family), tmp_path, capsys, "--attn", attn)
+    assert line.startswith("humanline.py: error: --model ") and line.endswith("; choose another --attn")
 
 
 @pytest.mark.parametrize("spoil, expected", [
@@ -620,8 +599,7 @@ def test_the_log_probs_of_a_head_that_scales_its_logits_are_the_models_own(folde
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     policy, _, _ = load(str(tmp_path / "model"))
     sequences = some_sequences(policy)
-    ours = humanline.completion_parts(humanline.log_probs(policy, sequences)[0], sequences)
-    for logps, sequence in zip(ours, sequences, strict=True):
+    for logps, sequence in zip(own_rows(policy, sequences), sequences, strict=True):
         assert torch.allclose(logps, full_logits_logps(policy, sequence), rtol=0, atol=1e-4)
 
 
@@ -638,48 +616,39 @@ def check_run(out: Path, steps: int) -> None:
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert all(abs(line["loss"]) < 100 for line in lines)
     policy, _, _ = load(str(out / "final"))
-    for sequence in some_sequences(policy, 3):
-        ours = humanline.completion_parts(humanline.log_probs(policy, [sequence])[0], [sequence])[0]
+    sequences = some_sequences(policy, 3)
+    for ours, sequence in zip(own_rows(policy, sequences), sequences, strict=True):
         assert torch.allclose(ours, full_logits_logps(policy, sequence), rtol=0, atol=1e-5)
 
 
-def train(model: str, data: str, out: Path, flags: str) -> Path:
+def train(model: str, data: str, out: Path, flags: str, **settings) -> Path:
     defaults = (f"--model {model} --data {data} --out {out} --lr 1e-3 --batch-size 2 --group-size 4 --max-new-tokens 8 "
                 "--sync-k 2")
-    humanline.train(humanline.parse_config(defaults.split() + flags.split()))
+    config = humanline.parse_config(defaults.split() + flags.split())
+    humanline.train(dataclasses.replace(config, **settings))
     return out
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_every_loss_trains_every_architecture_on_gsm8k(folder, rows, tmp_path, family, loss, steps):
-    check_run(train(folder(family, family != "llama"), rows, tmp_path / "out", f"--loss {loss} --steps {steps}"), steps)
+ONE_OF_EACH = [
+    ("llama", "--loss grpo"), ("qwen2", "--loss dpo"), ("qwen3", "--loss kto"), ("gemma2", "--loss dpo"),
+    ("gpt2", "--loss grpo"), *[(family, "--sample-every 2") for family in FAMILIES if family != "llama"]]
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_architecture_trains_on_its_own_samples_of_gsm8k(folder, rows, tmp_path, family, steps):
-    check_run(train(folder(family, False), rows, tmp_path / "out", f"--sample-every 2 --steps {steps}"), steps)
+@pytest.mark.parametrize("family, flags, steps", [
+    *[(*case, 2) for case in ONE_OF_EACH],
+    *[pytest.param(family, f"--loss {loss}", 40, marks=pytest.mark.slow) for family in ARCHITECTURES for loss in LOSSES]])
+def test_every_architecture_trains_on_gsm8k_and_on_its_own_samples_of_it(folder, rows, tmp_path, family, flags, steps):
+    check_run(train(folder(family, family == "gpt2"), rows, tmp_path / "out", f"{flags} --steps {steps}"), steps)
 
 
 @pytest.mark.parametrize("flags", [
-    "--attn eager", "--attn sdpa", "--dtype bfloat16", "--dtype mixed", "--checkpoint-activations --ref copy",
-    "--limit 5", "--system short --prompt-template Q:{prompt}",
+    "--attn eager --limit 5", "--dtype mixed", "--system short --prompt-template Q:{prompt}",
     "--dtype bfloat16 --checkpoint-activations --sample-every 1"])
 def test_a_run_under_each_option(folder, rows, tmp_path, flags):
     out = train(folder("llama3"), rows, tmp_path / "out", f"--steps 2 {flags}")
     assert [line["step"] for line in metrics(out)] == [1, 2]
     dtype = json.loads((out / "final" / "config.json").read_text())["dtype"]
     assert dtype == ("bfloat16" if "bfloat16" in flags else "float32")
-
-
-def test_a_run_on_several_sources_sees_each_as_often_as_told(folder, rows, tmp_path, capsys):
-    few = write_jsonl(tmp_path / "few.jsonl", PAIRS)
-    train(folder("qwen2"), f"{rows}=0.5 {few}=3", tmp_path / "out", "--loss dpo --steps 2 --limit 4")
-    said = capsys.readouterr().out
-    prompts = int(re.search(r"(\d+) prompts", said)[1])
-    assert 12 < prompts < 16  # three times four, and half of four or so
 
 
 # The final folder.
@@ -723,15 +692,11 @@ def test_the_model_card_says_how_the_model_was_made(folder, rows, tmp_path):
     _, front, body = card.split("---\n", 2)
     front = yaml.safe_load(front)
     assert front["library_name"] == "transformers" and front["base_model"] == Path(folder("gpt2")).name
-    assert set(front["tags"]) == {"humanline", "kto"}
+    assert set(front["tags"]) == {"humanline", "kto"} and "after 2 steps of kto" in body
     settings = tomllib.loads(body.split("```toml\n")[1].split("```")[0])
     assert settings == tomllib.loads((out / "config.toml").read_text())
-    for words in ("2 steps from", rows, "seed 7", "KTO with humanline", "synced every 2 steps", "a clip to [-1.5, 1.5]",
-                  "arxiv.org/abs/2509.24207"):
-        assert words in body, words
     policy, tokenizer, _ = load(folder("gpt2"))
-    hub = Config(model="meta-llama/Llama", perception="none", sync_k=0)
-    humanline.save_final(tmp_path / "hub", policy, tokenizer, hub, hub.steps)
+    humanline.save_final(tmp_path / "hub", policy, tokenizer, Config(model="meta-llama/Llama"), 2)
     assert "\nbase_model: meta-llama/Llama\n" in (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
 
 
@@ -746,18 +711,19 @@ def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folde
         drawn[-1] += [group.completions for group in rollouts]
         return rollouts
 
-    def spied_log_probs(model, sequences, *args):
-        sharing[-1].add((any(sequence.shares_prompt for sequence in sequences), torch.is_grad_enabled()))
-        return log_probs(model, sequences, *args)
+    def spied_log_probs(model, rows, *args):
+        sharing[-1].add((any(len(row) > 1 for row in rows), torch.is_grad_enabled()))
+        return log_probs(model, rows, *args)
 
     monkeypatch.setattr(humanline.Sampler, "draw_rollouts", spied_draw)
     monkeypatch.setattr(humanline, "log_probs", spied_log_probs)
-    for how in ("--no-compile", "--compile"):
+    for compiled in (False, True):
         drawn.append([])
         sharing.append(set())  # (whether prompts are shared, whether for training)
         torch.compiler.reset()
-        flags = f"--steps 3 --sample-every 2 --sync-k 2 --reward {varied} {how}"
-        losses.append([line["loss"] for line in metrics(train(folder("llama3"), rows, tmp_path / how, flags))])
+        flags = f"--steps 3 --sample-every 2 --sync-k 2 --reward {varied}"
+        out = train(folder("llama3"), rows, tmp_path / f"{compiled}", flags, compile=compiled)
+        losses.append([line["loss"] for line in metrics(out)])
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     torch.compiler.reset()
     assert graphs[0] == 0 < graphs[1]

@@ -32,21 +32,16 @@ def test_the_examples_in_the_docstrings_hold():
 @pytest.mark.parametrize("completion, formatted, tags", [
     (FORMATTED, 1, 1.0),
     ("", 0, 0.0),
-    ("2", 0, 0.0),
     ("<think>\n</think>\n<answer>\n</answer>", 0, 1.0),  # a line of thought and one of answer must be there...
     ("<think>\n\n</think>\n<answer>\n\n</answer>", 1, 1.0),  # ...but may be empty
     ("<think>1+1=2</think><answer>2</answer>", 0, 0.0),  # not on lines of their own
     ("<answer>\n2\n</answer>\n<think>\n1+1\n</think>\n", 0, 0.75),  # wrong order; no line break before <answer>
-    ("\n" + FORMATTED, 0, 1.0),
-    ("Well. " + FORMATTED, 0, 1.0),
-    (FORMATTED + "\n", 1, 1.0),
     (FORMATTED + "\nI hope it is right.", 1, 1.0),
     (FORMATTED + " Really.", 0, 1.0),
     (FORMATTED.replace("\n</answer>", ""), 0, 0.75),  # cut at --max-new-tokens
     (FORMATTED.replace("</think>\n<answer>", "</think>\n\n<answer>"), 0, 1.0),
     (FORMATTED.replace("1+1=2", "<think>\n1+1=2\n</think>\n"), 1, 0.5),  # nested
     (FORMATTED + "\n" + FORMATTED, 1, 0.0),  # each tag twice
-    (FORMATTED.upper(), 0, 0.0),
 ])
 def test_the_two_rewards_of_the_format(completion, formatted, tags):
     assert reward("think_format", completion) == formatted
@@ -59,7 +54,7 @@ def test_think_format_does_not_slow_down_on_a_hostile_text():
 
 
 @pytest.mark.parametrize("completion, expected", [
-    ("Why?", 1), ("Why? \n", 1), ("Why? Because.", 0), ("?", 1), ("", 0), ("  ", 0), ("Why?)", 0), ("Why", 0)])
+    ("Why? \n", 1), ("Why? Because.", 0), ("?", 1), ("", 0), ("Why?)", 0)])
 def test_a_question_ends_with_its_mark(completion, expected):
     assert reward("ends_with_question", completion) == expected
 
@@ -69,25 +64,16 @@ SKY = '{"name": "sky", "color": "blue"}'
 
 @pytest.mark.parametrize("completion, keys, expected", [
     (SKY, None, 1),
-    (f"  {SKY}\n", None, 1),
     (f"```json\n{SKY}\n```", None, 1),
-    (f"```\n{SKY}```\n", None, 1),
     (f"Here it is: {SKY}", None, 0),
     (f"```json\n{SKY}\n```\nHere it is.", None, 0),
-    (f"```json\n{SKY}", None, 0),
     ('{"name": "sky", "color": null, "size": 1}', None, 1),
     ('{"name": "sky"}', None, 0),
-    ('{"Name": "sky", "Color": "blue"}', None, 0),
     ('{"a": 1}', ["a"], 1),
     (SKY, ["name", "size"], 0),
     (f"[{SKY}]", None, 0),
-    ('["name", "color"]', None, 0),
-    ('"name color"', None, 0),
     ("{'name': 'sky', 'color': 'blue'}", None, 0),
-    ('{"name": "sky", "color": "blue"', None, 0),
-    ("null", None, 0),
     ("", None, 0),
-    ("```\n```", None, 0),
     ("[" * 100_000, None, 0),
     ("9" * 10_000, None, 0),
 ])
@@ -96,8 +82,7 @@ def test_json_has_the_keys_that_the_row_names(completion, keys, expected):
 
 
 @pytest.mark.parametrize("words, row, expected", [
-    (20, {}, 1.0), (10, {}, 0.5), (30, {}, 0.5), (40, {}, 0.0), (400, {}, 0.0), (0, {}, 0.0),
-    (5, {"length": 5}, 1.0), (4, {"length": 5}, 0.8), (20, {"length": None}, 1.0)])
+    (20, {}, 1.0), (10, {}, 0.5), (30, {}, 0.5), (400, {}, 0.0), (0, {}, 0.0), (4, {"length": 5}, 0.8)])
 def test_the_best_length_is_the_rows(words, row, expected):
     assert reward("length_near", " word\n" * words, row) == pytest.approx(expected)
 
@@ -114,12 +99,6 @@ def test_without_vader_sentiment_says_what_to_install(monkeypatch):
     rewards.sentiment_analyzer.cache_clear()
     with pytest.raises(ModuleNotFoundError, match="^sentiment needs vaderSentiment: pip install vaderSentiment$"):
         reward("sentiment", "fine")
-
-
-@pytest.mark.parametrize("name", ["think_format", "tag_count", "ends_with_question", "json_keys", "length_near"])
-def test_what_is_no_text_is_an_error_and_no_reward(name):
-    with pytest.raises((AttributeError, TypeError)):
-        reward(name, None)
 
 
 # In a run.
@@ -140,14 +119,6 @@ def test_a_run_takes_several_with_their_weights(flags, tmp_path):
         summed = 8 * line["reward_exact"] + 0.5 * line["reward_length_near"] + line["reward_tag_count"]
         assert line["reward"] == pytest.approx(summed) and line["reward_length_near"] > 0
     assert len(lines) == 2
-
-
-def test_a_run_without_vader_ends_in_one_line_that_says_what_to_install(flags, tmp_path, monkeypatch, capsys):
-    (tmp_path / "vaderSentiment.py").write_text("raise ModuleNotFoundError(\"No module named 'vaderSentiment'\")\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert humanline.main([*flags, "--reward", "configs/rewards.py:sentiment"]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert len(errors) == 1 and "pip install vaderSentiment" in errors[0]
 
 
 # The topics.
@@ -171,20 +142,3 @@ def test_the_checked_rows_ask_for_one_of_two_things_about_the_same_topics():
         assert all(("question" in row["prompt"]) == (row["check"] == "question") for row in rows)
     assert reward("checked", "Why?", rows[0]) == 1 and reward("checked", "Why?", rows[1]) == 0
     assert reward("checked", '{"name": "a", "color": "b"}', rows[1]) == 1
-
-
-# The answer inside the format, as the MATH configs want it.
-
-@pytest.mark.parametrize("completion, answer", [
-    ("<think>\n3?\n</think>\n<answer>\n$\\frac{1}{2}$\n</answer>", "$\\frac{1}{2}$"),
-    ("<think>\nThe answer is 3.\n</think>\n<answer>\n4\n</answer>\n", "4"),
-    ("<answer>1</answer><answer>\nThe answer is 2.\n</answer> I hope.", "2."),
-    ("<think>\n\\boxed{3}\n</think>\n<answer>\n\\boxed{4}\n</answer>", "$4$"),
-    ("<think>\nso \\boxed{3}\n</think>\n<answer>\nthree\n</answer>", "$3$"),
-    ("<answer>\n5", "5"), ("<answer></answer>", ""), ("5\n</answer>", "</answer>"),
-])
-def test_a_final_answer_is_looked_for_inside_its_tags(completion, answer):
-    spec = importlib.util.spec_from_file_location("math_reward_here", ROOT / "configs" / "math_reward.py")
-    math_reward = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(math_reward)
-    assert math_reward.final_answer(completion) == answer

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -11,15 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from bases import character_tokenizer
 from conftest import ROOT, metrics, write_jsonl
 
 import humanline
 from humanline import Config, UserError
 
-DATA = ROOT.parent / "shared" / "data"
 MATH_FILE = ROOT / "configs" / "math_reward.py"
 PROMPT = [{"role": "user", "content": "1+1="}]
 spec = importlib.util.spec_from_file_location("math_reward", MATH_FILE)
@@ -28,7 +28,12 @@ spec.loader.exec_module(math_reward)
 
 
 def load(reward: str, **settings) -> humanline.Reward:
-    return humanline.Reward(reward, Config(**settings), torch.device("cpu"))
+    policy = SimpleNamespace(device=torch.device("cpu"), is_mixed=False)
+    return humanline.Reward(reward, Config(**settings), policy)
+
+
+def process_number(reward: humanline.Reward) -> int:
+    return reward.function.process.pid
 
 
 @pytest.fixture
@@ -47,24 +52,20 @@ def warnings(capsys) -> list[str]:
 
 @pytest.mark.parametrize("completion, answer", [
     ("18", "18"),
-    ("First 3.\nThen she makes 18", "Then she makes 18"),
     (r"So \boxed{17}, no, $\boxed{\frac{1}{2}}$.", r"$\frac{1}{2}$"),
-    ("\\boxed{a\n  b}", "$a b$"),
     (r"\boxed{17} is what \boxed{18 would be", "\\boxed{17} is what \\boxed{18 would be"),
     ("She has <<3*6=18>>18.\n#### 18", "18"),
-    ("#### Answer\n#### 18\n", "18"),
     ("The answer is: 42. I hope it is correct.", "42"),
-    ("**Final Answer:**\n\n18", "18"),
-    ("So:\n**Answer:** 18", "18"),
     ("#### Final Answer:\n18", "18"),
-    ("The final answer is\n\\[\n18\n\\]", "18"),
     ("The answer is\n$$\n\\frac{1}{2}\n$$\n", "\\frac{1}{2}"),
-    ("Answer: 3.5", "3.5"),
     ("The answer is 17. No, the final answer is $18$.\nDone", "$18$"),
     (r"#### 17, so the answer is \boxed{18}", "$18$"),
     ("answers are hard\n\n  18 \n", "18"),
-    ("", ""),
     (" \n ", ""),
+    ("<think>\n3?\n</think>\n<answer>\n$\\frac{1}{2}$\n</answer>", "$\\frac{1}{2}$"),
+    ("<answer>1</answer><answer>\nThe answer is 2.\n</answer> I hope.", "2."),
+    ("<think>\nso \\boxed{3}\n</think>\n<answer>\nthree\n</answer>", "$3$"),
+    ("<answer>\n5", "5"),
 ])
 def test_the_final_answer_is_found(completion, answer):
     assert math_reward.final_answer(completion) == answer
@@ -150,10 +151,10 @@ def test_hostile_answers_cost_themselves_and_nothing_else(math_score, tmp_path, 
                "x" * 100_000, "\\boxed{" * 10_000, "\\boxed{" + "1+" * 50_000 + "1}", "answer is " * 10_000,
                "#### " + "9" * 5000, "\ud800", "\x00", "\\boxed{\\sum_{n=1}^{10^{12}} n^{-3}}"]
     started = time.perf_counter()
-    completions = hostile + ["\\boxed{16/2}"]
+    completions = [text for one in hostile for text in (one, "\\boxed{16/2}")]
     scores = math_score([PROMPT] * len(completions), completions, [{"answer": "8"}] * len(completions))
     assert time.perf_counter() - started < 3.0 * len(hostile)
-    assert set(scores[:-1]) == {0.0, None} and scores[-1] == 1.0
+    assert set(scores[::2]) == {0.0, None} and set(scores[1::2]) == {1.0}
     assert not (tmp_path / "hit").exists()
     [line] = warnings(capsys)
     assert f"--reward math: {scores.count(None)} of {len(scores)} samples failed and count as -7" in line
@@ -173,7 +174,8 @@ for run in (sympy.sympify, sympy.Number, sympy.parsing.sympy_parser.parse_expr, 
 import resource, sys
 sys.path.insert(0, {str(MATH_FILE.parent)!r})
 import math_reward
-math_reward.prepare_reward()
+math_reward.limit_memory()
+math_reward.prepare()
 print(resource.getrlimit(resource.RLIMIT_AS)[0])
 """
     blocked = subprocess.run([sys.executable, "-c", source + attempt], capture_output=True, text=True)
@@ -186,56 +188,32 @@ print(resource.getrlimit(resource.RLIMIT_AS)[0])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux keeps the limit")
 def test_the_process_of_mathematics_has_its_limits_again_after_it_was_killed():
     reward = load("math")
-
-    def process_number() -> int:
-        return reward.process.end.peek()[2][0].pid
-
-    def memory_limit() -> int:
-        limits = Path(f"/proc/{process_number()}/limits").read_text()
-        return int(re.search(r"Max address space\s+(\d+)", limits)[1])
-
-    killed = process_number()
-    assert memory_limit() == 4 << 30
+    killed = process_number(reward)
     os.kill(killed, signal.SIGKILL)
     sample = [PROMPT], [r"\boxed{\frac{2}{4}}"], [{"answer": r"\frac{1}{2}"}]
-    assert reward(*sample) == [None]  # the process is gone, which this sample pays for
-    assert reward(*sample) == [1.0] and process_number() != killed and memory_limit() == 4 << 30
+    reward(*sample)  # the process is gone; another rewards this sample alone
+    assert reward(*sample) == [1.0] and process_number(reward) != killed
+    limits = Path(f"/proc/{process_number(reward)}/limits").read_text()
+    assert int(re.search(r"Max address space\s+(\d+)", limits)[1]) == 4 << 30
 
 
 def test_no_mathematics_is_done_in_the_process_of_the_trainer(math_score):
     assert math_score([PROMPT], [r"\boxed{\sqrt{4}}"], [{"answer": r"\frac{4}{2}"}]) == [1.0]
-    source = r"""
-import sys, torch, humanline
-reward = humanline.Reward("math", humanline.Config(), torch.device("cpu"))
-print(reward([[]], [r"\boxed{\sqrt{4}}"], [{"answer": r"\frac{4}{2}"}]))
-print("math_verify" in sys.modules, "math_reward" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.splitlines() == ["[1.0]", "False False"], done
+    assert "math_verify" not in sys.modules
 
 
-@pytest.mark.skipif(not DATA.exists(), reason=f"no {DATA}")
-@pytest.mark.parametrize("name", ["gsm8k-test", "math500"])
-def test_every_reference_of_a_real_data_set_is_right_and_another_rows_is_not(name, math_score):
-    rows = [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-    references = [math_reward.reference_answer(row) for row in rows]
-    forms = [references, [f"We get 17 first, and then \\boxed{{{reference}}}. Done." for reference in references],
-             [f"3 + 4 = 7.\nThe answer is ${reference}$." for reference in references]]
-    forms += [[row["answer"] for row in rows]] if name == "gsm8k-test" else []
-    for completions in forms:
-        started = time.perf_counter()
-        assert math_score([PROMPT] * len(rows), completions, rows) == [1.0] * len(rows)
-        assert len(rows) / (time.perf_counter() - started) > 500
-    rows, references = rows[:200], references[:200]
-    others = random.Random(0).sample(references, len(references))
-    scores = math_score([PROMPT] * len(rows), [f"\\boxed{{{other}}}" for other in others], rows)
-    assert scores == [float(reference == other) for reference, other in zip(references, others)]
+def test_a_row_without_an_answer_fails_and_is_not_wrong(math_score, capsys):
+    rows = [{"answer": "8"}, {"solution": "none"}, {"solution": "\\boxed{}"}, {"answer": ["7", "8"]}]
+    assert math_score([PROMPT] * 4, ["8"] * 4, rows) == [1.0, None, 0.0, 1.0]
+    assert "the row has no answer" in warnings(capsys)[0]
 
 
 # Functions of the user.
 
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+
 FUNCTIONS = '''
-import os, subprocess, sys, time
+import os, resource, subprocess, sys, time
 import beside
 import numpy
 
@@ -254,9 +232,6 @@ def array(prompts, completions, rows):
 def items(prompts, completions, rows):
     return [numpy.float32(1.5), numpy.array(True), 2]
 
-def written(prompts, completions, rows):
-    return [len(text) if repr(row.get("answer")) == text else -1 for text, row in zip(completions, rows)]
-
 def unchanged(prompts, completions, rows):
     return [float(repr(row["answer"]) == row["written"]) for row in rows]
 
@@ -274,6 +249,9 @@ def trouble(prompts, completions, rows):
             time.sleep(1000)
         if text == "spin":
             while True: pass
+        if text == "memory":
+            resource.setrlimit(resource.RLIMIT_AS, (4 << 30, -1))
+            "x" * (8 << 30)
         if text == "wrong length": return [1.0] * (len(completions) + 1)
         if text == "no list": return {"a": 1.0}
         if text == "no JSON": return [object()] * len(completions)
@@ -294,23 +272,11 @@ def user_files(tmp_path_factory) -> Path:
 def test_a_users_function_sees_prompts_completions_and_rows(user_files, capfd):
     rows = [{"bonus": 0.25, "prompt": "x"}, {"bonus": 0, "when": Path("a date or the like")}]
     assert load(f"{user_files}/light-weight.py:good")([PROMPT, PROMPT * 2], ["abc", "é\ud800"], rows) == [31.25, 22.0]
-    assert "scoring" in capfd.readouterr().out  # what it prints is printed
+    assert "scoring" in capfd.readouterr().err  # what it prints is printed
 
 
 MIXED = ["2024-01-08", "2024-01-08T00:00:00Z", 5, 2.5, 5.0, "5", "007", 12345678901234567890, True, None, [1, "2"],
          {"b": 1.0, "a": 2}]
-ANSWERS = [["2024-01-08", "2024-01-09"], ["2024-01-08T00:00:00Z"], [5, 2.5], ["007", "008"], [{"b": 1}, {"a": 2}],
-           MIXED]
-
-
-@pytest.mark.parametrize("answers", ANSWERS, ids=["dates", "times", "numbers", "zeros", "objects", "mixed"])
-def test_answers_reach_the_reward_as_they_are_written(user_files, tmp_path, answers):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": answer} for answer in answers])
-    rows = [row.fields for row in humanline.read_rows(path, Config(), "--data")]
-    texts = [repr(answer) for answer in answers]
-    lengths = load(f"{user_files}/light-weight.py:written")([PROMPT] * len(rows), texts, rows)
-    assert lengths == [len(text) for text in texts]
-
 
 def test_a_run_rewards_by_values_as_they_are_written(tiny, user_files, tmp_path):
     rows = [{"prompt": "a", "answer": answer, "written": repr(answer)} for answer in MIXED if answer is not None]
@@ -328,9 +294,9 @@ def test_a_function_may_return_an_array_or_numbers_of_any_kind(user_files):
 
 @pytest.mark.parametrize("kind, reason", [
     ("raise", "KeyError: 'no such"), ("exit", "SystemExit: 0"), ("crash", "ended with status -6"),
-    ("hang", "took longer than 1 s"), ("spin", "took longer than 1 s"), ("wrong length", "is no list of 4"),
-    ("no list", "is no list of 4"), ("no JSON", "tolist"), ("nan", "nan"), ("infinite", "-inf"), ("none", "None"),
-    ("text", "'0.5'"), ("list", "[1.0]"), ("huge", "1000000"),
+    ("hang", "took longer than 0.5 s"), ("spin", "took longer than 0.5 s"), ("memory", "MemoryError"),
+    ("wrong length", "is no list of 4"), ("no list", "is no list of 4"), ("no JSON", "tolist"), ("nan", "nan"),
+    ("infinite", "-inf"), ("none", "None"), ("text", "'0.5'"), ("list", "[1.0]"), ("huge", "1000000"),
 ])
 def test_a_bad_score_costs_its_sample_alone_and_one_warning(user_files, capsys, kind, reason):
     score = load(f"{user_files}/light-weight.py:trouble", reward_seconds=0.5, reward_failed=-3.0)
@@ -340,42 +306,14 @@ def test_a_bad_score_costs_its_sample_alone_and_one_warning(user_files, capsys, 
     assert score([PROMPT] * 2, ["a", "b"], [{}] * 2) == [1.0, 1.0] and not warnings(capsys)
 
 
-@pytest.fixture
-def careful(tmp_path) -> str:
-    """A --reward whose file has the two further functions; it rewards with the row's bonus and the number of loads."""
-    (tmp_path / "careful.py").write_text("""
-loads = []
-
-def prepare_reward():
-    loads.append(1)
-
-def missing_for_reward(row):
-    return "" if row["bonus"] else "no bonus"
-
-def careful(prompts, completions, rows):
-    return [len(loads) + row["bonus"] for row in rows]
-""")
-    return f"{tmp_path}/careful.py:careful"
-
-
-def test_a_users_file_loads_once_in_its_process(careful):
-    reward = load(careful)
-    for _ in range(2):
-        assert reward([PROMPT] * 2, ["a", "b"], [{"bonus": 1}, {"bonus": 2}]) == [2.0, 3.0]
-    os.kill(reward.process.end.peek()[2][0].pid, signal.SIGKILL)
-    reward([PROMPT], ["a"], [{"bonus": 1}])
-    assert reward([PROMPT], ["a"], [{"bonus": 1}]) == [2.0]
-
-
-@pytest.mark.parametrize("rows, expected", [
-    ([{"prompt": "a", "bonus": 1}, {"prompt": "b", "bonus": 0}], r"rows.jsonl row 2: no bonus\n"),
-    ([{"prompt": "a", "bonus": 1}, {"prompt": "b"}], r"--reward .*careful.py:careful.*KeyError: 'bonus'.*\n")])
-def test_what_a_users_file_misses_in_a_row_is_one_line_before_training(careful, tiny, tmp_path, capsys, rows, expected):
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    flags = f"--model {tiny} --sample-every 1 --max-new-tokens 4 --reward {careful} --data {path} --out {tmp_path}/out"
-    assert humanline.main(flags.split()) == 2
-    assert re.fullmatch(rf"humanline.py: error: .*{expected}", capsys.readouterr().err)
-    assert not (tmp_path / "out").exists()
+@needs_proc
+def test_a_hanging_function_costs_no_more_than_four_times_its_limit(user_files, capsys):
+    score = load(f"{user_files}/light-weight.py:trouble", reward_seconds=0.5)
+    started = time.perf_counter()
+    assert score([PROMPT] * 64, ["hang"] * 64, [{}] * 64) == [None] * 64
+    assert time.perf_counter() - started < 20  # and a process to start for each of them
+    assert "64 of 64 samples failed" in warnings(capsys)[0]
+    assert all(gone(int(pid)) for pid in (user_files / "pids").read_text().split())
 
 
 def gone(pid: int) -> bool:
@@ -389,15 +327,6 @@ def gone(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-
-
-@needs_proc
-def test_a_time_out_ends_the_process_and_what_it_started(user_files):
-    load(f"{user_files}/light-weight.py:trouble", reward_seconds=0.5)([PROMPT], ["hang"], [{}])
-    assert all(gone(int(pid)) for pid in (user_files / "pids").read_text().split())
 
 
 @needs_proc
@@ -415,17 +344,15 @@ def test_the_process_ends_with_a_trainer_that_is_killed_even_amid_a_call(user_fi
     source = f"""
 import humanline, torch
 config = humanline.Config(reward_seconds=500.0)
-humanline.Reward("{user_files}/light-weight.py:trouble", config, torch.device("cpu"))([[]], ["hang"], [{{}}])
+humanline.Reward("{user_files}/light-weight.py:trouble", config, None)([[]], ["hang"], [{{}}])
 """
     trainer = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT)
     while not (user_files / "pids").exists() or not (user_files / "pids").read_text():
         assert trainer.poll() is None
         time.sleep(0.05)
-    worker, child = map(int, (user_files / "pids").read_text().split())
     trainer.kill()
     trainer.wait()
-    assert gone(worker)
-    os.kill(child, signal.SIGKILL)
+    assert all(gone(int(pid)) for pid in (user_files / "pids").read_text().split())
 
 
 # Reward models.
@@ -436,7 +363,7 @@ def reward_model(tmp_path_factory) -> str:
     from tokenizers.processors import TemplateProcessing
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    folder, tokenizer = tmp_path_factory.mktemp("reward-model"), humanline.embedded_tokenizer()
+    folder, tokenizer = tmp_path_factory.mktemp("reward-model"), character_tokenizer()
     torch.manual_seed(1)
     LlamaForSequenceClassification(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -561,20 +488,20 @@ def test_a_reward_that_fails_after_the_first_rollouts_does_not_stop_a_run(run, t
 @pytest.mark.parametrize("reward, expected", [
     ("maht", r"--reward maht: write exact, math, model:NAME or FILE.py:function"),
     ("rewards.py", r"--reward rewards.py: write exact, math"),
-    ("missing.py:f", r"--reward missing.py:f: .*No such file.*missing.py.*; write FILE.py:function"),
+    ("missing.py:f", r"--reward missing.py:f: .*No such file.*missing.py.*or write FILE.py:function"),
     ("empty.py:f", r"--reward empty.py:f: AttributeError: .*no attribute 'f'"),
     ("broken.py:f", r"--reward broken.py:f: ModuleNotFoundError: No module named 'nothing_like_it'"),
     ("syntax.py:f", r"--reward syntax.py:f: SyntaxError"),
     ("model:missing", r"--reward model:missing: .*name a Hugging Face sequence classifier"),
     ("model:TINY", r"it has no score.weight; name a Hugging Face sequence classifier"),
-    ("math", r"rows.jsonl row 2: no 'answer', and no 'solution' with a \\boxed\{\}; --reward math"),
-    ("exact", r"rows.jsonl row 2: no 'answer'; --reward exact"),
+    ("math", r"rows.jsonl row 2: no answer and no solution; --reward math"),
+    ("exact", r"rows.jsonl row 2: no answer; --reward exact"),
 ])
 def test_a_reward_that_cannot_be_is_one_line_before_training(tiny, tmp_path, monkeypatch, capsys, reward, expected):
     monkeypatch.chdir(tmp_path)
     for name, text in dict(empty="", broken="import nothing_like_it\n", syntax="def f(:\n").items():
         (tmp_path / f"{name}.py").write_text(text)
-    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "b", "solution": "none"}])
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "b"}])
     flags = f"--model {tiny} --data rows.jsonl --sample-every 1 --max-new-tokens 4 --out out --reward"
     assert humanline.main([*flags.split(), reward.replace("TINY", tiny)]) == 2
     error = capsys.readouterr().err
@@ -595,7 +522,7 @@ def test_offline_training_loads_no_reward(run):
 
 
 def test_rewards_settings_are_checked():
-    for flags, expected in (("--reward-seconds 0", "must be above 0"), ("--reward-failed nan", "--reward-failed")):
+    for flags, expected in (("--reward-seconds 0", "it must lie from 1e-12"), ("--reward-failed nan", "--reward-failed")):
         with pytest.raises(UserError, match=expected):
             humanline.parse_config(flags.split())
     assert humanline.parse_config(["--reward", "a.py:f", "--reward-failed", "-1"]).reward_failed == -1.0

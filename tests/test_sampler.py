@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from bases import character_tokenizer
 from conftest import ROOT, command, metrics, same_weights, timeless
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import humanline
 from humanline import UserError
@@ -61,6 +63,16 @@ def hangs(*request):
     subprocess.run(["sleep", "98765"])
     return answer
 """
+LENGTH = """
+def length(prompts, completions, rows):
+    return [len(text) for text in completions]
+"""
+BEST_OF_TWO = """
+def best_of_two(prompts, settings, count, seed, weights):
+    drawn = draw(prompts, settings, 2 * count, seed, weights)
+    longer = lambda first, second: max(first, second, key=lambda completion: len(completion[0]))
+    return [[longer(*pair) for pair in zip(group[::2], group[1::2])] for group in drawn]
+"""
 RESTS = """
 def rests(prompts, completions, rows):
     time.sleep(0.5)
@@ -100,9 +112,11 @@ def notes(tmp_path):
 
 
 @pytest.fixture
-def sampler(tmp_path):
-    """sampler("draw") is a --sampler of FAKE; more: code behind it."""
+def sampler(tmp_path, monkeypatch):
+    """sampler("draw") is a --sampler of FAKE, whose log-probs are not the policy's; more: code behind it."""
     def write(function: str = "draw", more: str = "", code: str = FAKE) -> str:
+        if code == FAKE:
+            monkeypatch.setattr(humanline, "SAMPLER_GAP", {True: 99.0, False: 99.0})
         path = tmp_path / f"{function}.py"
         path.write_text(code.replace("NOTES", repr(str(tmp_path / "notes.jsonl"))) + more)
         return f"{path}:{function}"
@@ -112,8 +126,8 @@ def sampler(tmp_path):
 
 # What it is asked, and what becomes of the answer.
 
-def test_a_sampler_is_asked_for_each_drawing_with_the_weights_of_that_moment(run, sampler, notes, data_files):
-    whole = run(f"--sampler {sampler()} --sample-every 2 --steps 6 --save-every 2 --keep 9 --temperature 0.7 "
+def test_a_sampler_is_asked_for_each_drawing_with_the_weights_of_that_moment(run, sampler, notes, data_files, tiny):
+    whole = run(f"--sampler {sampler()} --sample-every 2 --steps 6 --temperature 0.7 "
                 f"--top-p 0.9 --eval-data {data_files['prompts']} --eval-every 2 --eval-samples 3")
     asked = notes()
     assert len({note["pid"] for note in asked}) == 1  # one process for the run
@@ -125,50 +139,61 @@ def test_a_sampler_is_asked_for_each_drawing_with_the_weights_of_that_moment(run
     assert len({note["seed"] for note in asked[2::3]}) == 3
     assert asked[2]["settings"] == dict(temperature=0.7, top_p=0.9, stop_ids=[3], max_new_tokens=4, dtype="float32")
     assert asked[1]["settings"]["temperature"] == 0.001
-    for note, step in zip(asked[5::3], (2, 4, 6)):
-        saved = load_file(whole / "checkpoint" / f"step-{step:08d}" / "policy.safetensors")
-        assert note["first"] == pytest.approx(saved["model.norm.weight"][0].item(), abs=0)
+    first = AutoModelForCausalLM.from_pretrained(tiny).model.norm.weight[0].item()
+    last = load_file(whole / "final" / "model.safetensors")["model.norm.weight"][0].item()
+    assert asked[0]["first"] == pytest.approx(first, abs=0) and asked[-1]["first"] == pytest.approx(last, abs=0)
+    lines = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
+    drawn = [completion for note in asked[2::3] for group in note["answer"] for completion in group]
+    assert [[line["tokens"], line["logps"]] for line in lines] == drawn and len(drawn) == 6 * 4 * 4
+    assert [line["lag"] for line in metrics(whole)] == [0, 1] * 3
     assert not Path(folders[0]).parent.exists() and not any(os.path.exists(f"/proc/{note['pid']}") for note in asked)
 
 
-def test_what_is_trained_on_is_what_the_sampler_drew(run, sampler, notes):
-    folder = run(f"--sampler {sampler()} --sample-every 2 --steps 4")
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
-    drawn = [completion for note in notes() for group in note["answer"] for completion in group]
-    assert [[line["tokens"], line["logps"]] for line in lines] == drawn and len(drawn) == 4 * 4 * 4
-    assert [line["lag"] for line in metrics(folder)] == [0, 1, 0, 1]
-
-
-def test_an_engine_with_the_same_weights_agrees_with_the_trainer_about_log_probs(run, sampler, capsys):
+def test_an_engine_with_the_same_weights_agrees_with_the_trainer_about_log_probs(run, sampler):
     flags = "--sample-every 2 --steps 4 --temperature 0.8"
     agrees = metrics(run(f"{flags} --sampler {sampler('engine', code=ENGINE)}"))
-    assert "the sampler's log-probs" not in capsys.readouterr().err
     assert all(line["sampler_gap"] < 1e-4 for line in agrees[0::2])  # lag 0: the same weights
     assert all(line["sampler_gap"] > 1e-3 for line in agrees[1::2])  # lag 1: a step has changed them
-    unsure = metrics(run(f"{flags} --sampler {sampler('unsure', code=ENGINE)}"))
-    assert unsure[0]["sampler_gap"] == pytest.approx(0.1, abs=1e-4)
-    assert "step 1: the sampler's log-probs are more than 0.05 nats" in capsys.readouterr().err
-    assert unsure[0]["loss"] == agrees[0]["loss"]  # the ratio and the reference are of the trainer's own log-probs
+
+
+def test_a_sampler_with_other_log_probs_at_lag_0_ends_the_run(run, sampler, tmp_path):
+    """As a server does that kept a part of the old weights."""
+    flags = f"--sample-every 2 --steps 2 --sampler {sampler('unsure', code=ENGINE)}"
+    with pytest.raises(UserError, match="^step 1: --sampler .*unsure is 0.100 nats a token from the policy.*more than "
+                                        "0.05;.*--resume latest$"):
+        run(flags, out=str(tmp_path / "ended"))
+    assert not (tmp_path / "ended" / "metrics.jsonl").exists()
+    assert metrics(run(f"{flags} --dtype bfloat16 --top-p 0.99"))[0]["sampler_gap"] == pytest.approx(0.1, abs=0.05)
+    # A cut distribution's log-probs are larger by up to -log(0.9) = 0.105: 0.1 may be right.
+    assert metrics(run(f"{flags} --top-p 0.9"))[0]["sampler_gap"] == pytest.approx(0.1, abs=1e-4)
 
 
 def test_a_taper_takes_the_samplers_own_log_probs(run, sampler):
     flags = "--sample-every 2 --steps 2 --sampler"
-    as_it_says = run(f"{flags} {sampler()} --stale taper")
+    as_it_says = run(f"{flags} {sampler()} --taper")
     unlikely = sampler("unlikely", UNLIKELY)  # the policy says it more often than that, so all weights are 1
-    tapered = run(f"{flags} {unlikely} --stale taper")
-    assert not same_weights(as_it_says, tapered) and same_weights(tapered, run(f"{flags} {unlikely} --stale keep"))
+    tapered = run(f"{flags} {unlikely} --taper")
+    assert not same_weights(as_it_says, tapered) and same_weights(tapered, run(f"{flags} {unlikely}"))
 
 
-def test_it_has_an_interpreter_and_devices_of_its_own(run, sampler, notes, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ours")  # torchrun's words are of the trainer's ranks
+def test_a_command_starts_it_without_what_torchrun_says_of_our_ranks(
+        run, sampler, notes, tmp_path, varied, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ours")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nINTERPRETER=other exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    run(f"--sampler {sampler()} --sampler-python {python} --sampler-devices 5,6 --sample-every 2 --steps 2")
+    settings = tmp_path / "settings.toml"
+    command = f"env CUDA_VISIBLE_DEVICES=5,6 {sys.executable}"
+    settings.write_text(f'sampler = "{sampler()}"\nsample_every = 2\nsampler_command = "{command}"\n')
+    run(f"--config {settings} --steps 2 --reward {varied}")
     environment = notes()[0]["environment"]
-    assert environment["INTERPRETER"] == "other" and environment["CUDA_VISIBLE_DEVICES"] == "5,6"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "5,6"
     assert not {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"} & environment.keys()
+
+
+def test_best_of_two_is_a_sampler_of_ones_own_file(run, sampler):
+    flags = "--sample-every 2 --steps 4 --max-new-tokens 8 --reward {length} --sampler"
+    flags = flags.replace("{length}", sampler("length", LENGTH))
+    plain, best = (metrics(run(f"{flags} {sampler(name, BEST_OF_TWO)}")) for name in ("draw", "best_of_two"))
+    assert plain[0]["reward"] + 1 < best[0]["reward"] and len(best) == 4
 
 
 # Drawing ahead.
@@ -200,10 +225,9 @@ def test_drawing_ahead_overlaps_with_training(run, sampler):
     assert waits(run(f"{flags} --draw-ahead")) < slept - 0.5
 
 
-@pytest.mark.parametrize("more", ["", "--draw-ahead", "--draw-ahead --loss dpo --save-every 3",
-                                  "--draw-ahead --no-humanline --eval-every 3"])
+@pytest.mark.parametrize("more", ["", "--draw-ahead --no-humanline --eval-every 3"])
 def test_a_resume_is_exact_though_completions_were_under_way(run, sampler, tmp_path, more, data_files):
-    flags = (f"--sampler {sampler('slow', SLOW)} --sample-every 4 --steps 12 --save-every 2 --keep 9 --eval-data "
+    flags = (f"--sampler {sampler('slow', SLOW)} --sample-every 4 --steps 8 --save-every 2 --keep 9 --eval-data "
              f"{data_files['prompts']} --eval-samples 1 --eval-prompts 2 {more}")
     whole = run(flags)
     for step in sorted(int(path.name[5:]) for path in (whole / "checkpoint").iterdir())[1:-1]:
@@ -219,24 +243,22 @@ def test_a_resume_is_exact_though_completions_were_under_way(run, sampler, tmp_p
 
 # What goes wrong costs a line.
 
+NOT_THAT = "where 4 completions for each of 8 prompts were due"
 BREAKS = {  # what the second drawing does, and what is said of it
-    "os.kill(os.getpid(), 9)": "its process ended with status -9: these are my last words",
+    "os.kill(os.getpid(), 9)": "its process ended with status -9",
     "sys.exit('no more')": "SystemExit: no more",
-    "time.sleep(99)": "took longer than 5 s",
-    "raise MemoryError('no memory for the cache')": "MemoryError: no memory for the cache",
-    "return None": "it returned no pairs of token ids and log-probs, but None",
-    "return answer[1:]": "it returned other than 4 completions for each of 8 prompts",
-    "return [group[1:] for group in answer]": "it returned other than 4 completions for each of 8 prompts",
-    "return [[ids for ids, _ in group] for group in answer]": "it returned no pairs of token ids and log-probs",
-    "return [[([103], [-1.0])] * 4] * 8": "it returned a token that is none",
-    "return [[([9.5, 3], [-1.0, -1.0])] * 4] * 8": "it returned a token that is none",
-    "return [[([9] * 5, [-1.0] * 5)] * 4] * 8": "it returned 5 tokens, where 4 were the most",
-    "return [[([9, 3], [-1.0])] * 4] * 8": "it returned no log-prob of a token",
-    "return [[([9, 3], [-1.0, float('nan')])] * 4] * 8": "it returned no log-prob of a token",
-    "return [[([9, 3], [-1.0, 0.5])] * 4] * 8": "it returned no log-prob of a token",
-    "return [[([9], [-1.0])] * 4] * 8": "it returned a completion that does not end with its first stop token",
-    "return [[([], [])] * 4] * 8": "it returned a completion that does not end with its first stop token",
-    "return [[([9, 3, 3], [-1.0] * 3)] * 4] * 8": "it returned a completion that does not end with its first stop",
+    "time.sleep(99)": "took longer than 2 s",
+    "return None": f"it returned [None] {NOT_THAT}",
+    "return [group[1:] for group in answer]": NOT_THAT,
+    "return [[ids for ids, _ in group] for group in answer]": NOT_THAT,
+    "return [[([103], [-1.0])] * 4] * 8": NOT_THAT,
+    "return [[([9.5, 3], [-1.0, -1.0])] * 4] * 8": NOT_THAT,
+    "return [[([9] * 5, [-1.0] * 5)] * 4] * 8": f"[9, 9, 9, 9, 9], [-1.0, -1.0, -1.0, -1.0, -1.0]]] {NOT_THAT}",
+    "return [[([9, 3], [-1.0])] * 4] * 8": NOT_THAT,
+    "return [[([9, 3], [-1.0, float('nan')])] * 4] * 8": NOT_THAT,
+    "return [[([9], [-1.0])] * 4] * 8": NOT_THAT,
+    "return [[([], [])] * 4] * 8": NOT_THAT,
+    "return [[([9, 3, 3], [-1.0] * 3)] * 4] * 8": NOT_THAT,
 }
 
 
@@ -255,28 +277,38 @@ def breaking(*request):
 """
 
 
+@pytest.fixture(scope="module")
+def good_run(tmp_path_factory):
+    return {}
+
+
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_sampler_that_fails_once_is_started_anew_and_changes_nothing(run, sampler, notes, tmp_path, capsys, what):
-    flags = f"--sample-every 2 --steps 4 --sampler-seconds {5 if 'sleep' in what else 60} --sampler"
-    good = run(f"{flags} {sampler()}")
+def test_a_sampler_that_fails_once_is_started_anew_and_changes_nothing(
+        run, sampler, notes, tmp_path, capsys, monkeypatch, good_run, what):
+    flags = "--sample-every 2 --steps 4 --sampler"
+    good = good_run.setdefault("run", None) or run(f"{flags} {sampler()}")
+    asked = len(notes()) if not good_run["run"] else 0
+    good_run["run"] = good
     capsys.readouterr()
+    monkeypatch.setattr(humanline, "SAMPLER_SECONDS", 2 if "sleep" in what else 60)
     broken = run(f"{flags} {sampler('breaking', breaking(tmp_path, what, 1))}")
     [line] = [line for line in capsys.readouterr().err.splitlines() if "--sampler" in line]
     assert BREAKS[what] in line and line.endswith("starting it anew")
     assert timeless(broken) == timeless(good) and same_weights(broken, good)
-    assert len({note["pid"] for note in notes()}) == 3  # of both runs, and once anew
+    assert len({note["pid"] for note in notes()[asked:]}) == 2
 
 
 @pytest.mark.parametrize("ahead", ["", "--draw-ahead"])
-@pytest.mark.parametrize("what", list(BREAKS)[:5])
-def test_one_that_fails_again_ends_the_run_in_a_line_and_a_resume_goes_on(run, sampler, tmp_path, capsys, what, ahead):
-    flags = f"--sample-every 2 --steps 6 --save-every 2 {ahead} --sampler-seconds {5 if 'sleep' in what else 60} --sampler"
+@pytest.mark.parametrize("what", list(BREAKS)[:4])
+def test_one_that_fails_again_ends_the_run_in_a_line_and_a_resume_goes_on(
+        run, sampler, tmp_path, monkeypatch, what, ahead):
+    monkeypatch.setattr(humanline, "SAMPLER_SECONDS", 2 if "sleep" in what else 60)
+    flags = f"--sample-every 2 --steps 6 --save-every 2 {ahead} --sampler"
     out, spec = str(tmp_path / "broken-run"), sampler("breaking", breaking(tmp_path, what, 2))
     with pytest.raises(UserError) as raised:
         run(f"{flags} {spec}", out=out)
     assert "\n" not in str(raised.value) and BREAKS[what] in str(raised.value) and "sampler.log" in str(raised.value)
-    if "last words" in BREAKS[what]:
-        assert "these are my last words" in Path(out, "sampler.log").read_text()
+    assert "these are my last words" in Path(out, "sampler.log").read_text() and not list(Path(out).glob("weights*"))
     resumed = run(f"{flags} {spec} --resume latest", out=out)  # by now it has failed twice, and works
     good = run(f"{flags} {spec}")
     assert timeless(resumed) == timeless(good) and same_weights(resumed, good)
@@ -285,7 +317,7 @@ def test_one_that_fails_again_ends_the_run_in_a_line_and_a_resume_goes_on(run, s
 def test_a_killed_trainer_leaves_no_sampler_and_its_resume_no_weights(
         tiny, data_files, sampler, notes, tmp_path, varied):
     flags = (f"--model {tiny} --data {data_files['prompts']} --reward {varied} --steps 2 --batch-size 2 "
-             f"--group-size 2 --max-new-tokens 4 --sample-every 2 --out {tmp_path / 'run'} "
+             f"--group-size 2 --max-new-tokens 4 --sample-every 2 --top-p 1e-9 --out {tmp_path / 'run'} "
              f"--sampler {sampler('hangs', HANGS)}").split()
     trainer = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags], stderr=subprocess.DEVNULL)
     while not (tmp_path / "notes.jsonl").exists():
@@ -312,12 +344,8 @@ def test_a_killed_trainer_leaves_no_sampler_and_its_resume_no_weights(
 
 @pytest.mark.parametrize("flags, says", [
     ("--sampler vlm", "--sampler vlm: write generate, vllm or FILE.py:function"),
-    ("--sampler vllm --model x --data y.jsonl", "nothing is drawn; leave it out, or say how often with --sample-every"),
-    ("--draw-ahead --sample-every 2", "--draw-ahead need a process of its own"),
-    ("--sampler-python python3 --sample-every 2", "--sampler generate has none"),
-    ("--sampler-devices 0 --sample-every 2", "--sampler generate has none"),
-    ("--sampler-seconds 0", "--sampler-seconds is 0.0; it must be above 0"),
-    ("--sampler x.py:f --draw-ahead --eval-data y.jsonl", "--draw-ahead: nothing is drawn"),
+    ("--draw-ahead --sample-every 2", "--draw-ahead need"),
+    ("--sampler x.py:f --draw-ahead --eval-data y.jsonl", "--draw-ahead needs --sampler vllm or FILE.py:function, and --sample-every"),
 ])
 def test_flags_that_make_no_sense_are_refused(flags, says):
     with pytest.raises(UserError, match=says.replace(".", r"\.")):
@@ -325,31 +353,28 @@ def test_flags_that_make_no_sense_are_refused(flags, says):
 
 
 @pytest.mark.parametrize("spec, more, says", [
-    ("missing.py:draw", "", "No such file or directory: 'missing.py'"),
+    ("missing.py:draw", "", "No such file or directory: "),
     ("{file}:absent", "", "has no attribute 'absent'"),
-    ("{file}:draw", "--sampler-python /no/python", "No such file or directory: '/no/python'"),
-    ("{file}:draw", "--sampler-python /bin/false", "its process ended with status 1"),
-    ("{file}:draw", "--sampler-python /bin/ls", "its process ended with status 2: "),
+    ("{file}:draw", "--sampler-command /no/python", "No such file or directory: '/no/python'"),
+    ("{file}:draw", "--sampler-command /bin/ls", "its process ended with status 2"),
 ])
-def test_a_sampler_that_does_not_start_costs_a_line_and_leaves_nothing(run, sampler, tmp_path, spec, more, says):
+def test_a_sampler_that_does_not_start_costs_a_line(run, sampler, tmp_path, spec, more, says):
     spec = spec.replace("{file}", sampler().partition(":")[0])
     with pytest.raises(UserError) as raised:
         run(f"--sampler {spec} {more} --sample-every 2", out=str(tmp_path / "none"))
     assert says in str(raised.value) and f"--sampler {spec}: " in str(raised.value) and "\n" not in str(raised.value)
-    assert not (tmp_path / "none").exists()
+    assert [path.name for path in (tmp_path / "none").iterdir()] in ([], ["sampler.log"])
 
 
 def test_vllm_that_is_not_installed_is_asked_for_at_once(run, tmp_path):
     if importlib.util.find_spec("vllm"):
         pytest.skip("vllm is installed")
-    with pytest.raises(UserError, match="--sampler vllm: .*'vllm'; name the interpreter of an environment that has it "
-                                        "with --sampler-python"):
-        run("--sampler vllm --sample-every 2", out=str(tmp_path / "none"))
-    assert not (tmp_path / "none").exists()
+    with pytest.raises(UserError, match="--sampler vllm: .*'vllm'; --sampler-command starts a Python"):
+        run("--sampler vllm --sample-every 2")
 
 
 def test_two_ranks_train_on_what_one_sampler_drew(run, sampler, notes, tiny, data_files, varied, tmp_path):
-    flags = f"--sampler {sampler()} --sample-every 2 --steps 4 --draw-ahead"
+    flags = f"--sampler {sampler()} --sample-every 2 --steps 4 --draw-ahead --top-p 1e-9"  # any log-probs will do
     alone = run(flags)
     asked = notes()
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
@@ -370,7 +395,7 @@ def test_two_ranks_train_on_what_one_sampler_drew(run, sampler, notes, tiny, dat
 PROMPTS = [[40, 41, 42]] * 3 + [[50]] * 2 + [[60, 61]] + [[40, 41, 42]]  # equal neighbours, and not
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(temperature=0.6), dict(top_p=0.8)])
+@pytest.mark.parametrize("settings", [dict(temperature=0.6), dict(top_p=0.8)])
 def test_draws_have_the_probabilities_that_they_report(tiny, settings):
     policy, _, config = policy_of(tiny, max_new_tokens=1, **settings)
     count = 20_000
@@ -390,9 +415,9 @@ def test_draws_have_the_probabilities_that_they_report(tiny, settings):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16"])
-@pytest.mark.parametrize("longest, cache", [(2, "CastingCache"), (9, "DynamicCache")])  # than the prompts
+@pytest.mark.parametrize("longest, cache", [(2, "FullLengthCache"), (9, "DynamicCache")])  # than the prompts
 def test_a_prompt_that_is_computed_once_changes_no_completion(tiny, monkeypatch, longest, cache, dtype):
-    policy, _, config = policy_of(tiny, max_new_tokens=longest, temperature=1e-4, dtype=dtype)
+    policy, _, config = policy_of(tiny, max_new_tokens=longest, temperature=0.001, dtype=dtype)
     caches, prompt_cache = [], humanline.prompt_cache
     monkeypatch.setattr(humanline, "prompt_cache", lambda *args: caches.append(prompt_cache(*args)) or caches[-1])
     together = humanline.sample(policy, PROMPTS, [3], 3, config, 0)
@@ -439,7 +464,7 @@ def test_vllm_draws_with_the_trainers_weights_before_and_after_a_step(tmp_path, 
     """The gap in fp32 where the weights are the same: a reload that forgot a tensor would show. Heads of vLLM's size."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = humanline.embedded_tokenizer()
+    tokenizer = character_tokenizer()
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
@@ -448,7 +473,7 @@ def test_vllm_draws_with_the_trainers_weights_before_and_after_a_step(tmp_path, 
     tokenizer.save_pretrained(tmp_path / "model")
     done = command(*(f"--model {tmp_path / 'model'} --data {data_files['prompts']} --reward {varied} --sample-every 2 "
                      f"--steps 6 --batch-size 4 --group-size 4 --max-new-tokens 8 --lr 1e-2 --sampler vllm "
-                     f"--sampler-python {os.environ['VLLM_PYTHON']} --out {tmp_path / 'run'}").split())
+                     f"--sampler-command {os.environ['VLLM_PYTHON']} --out {tmp_path / 'run'}").split())
     assert done.returncode == 0, done.stderr
     lines = metrics(tmp_path / "run")
     assert [line["lag"] for line in lines] == [0, 1] * 3

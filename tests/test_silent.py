@@ -1,6 +1,5 @@
 """What once went wrong without a word: each case costs one line now, or comes out right."""
 
-import itertools
 import json
 import shutil
 import subprocess
@@ -8,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, command, metrics, write_jsonl
+from conftest import ROOT, command, write_jsonl
 from safetensors.torch import load_file, save_file
 from test_command_line import complaint
 
@@ -21,47 +20,17 @@ def flags(tiny, data, more: str = "") -> list[str]:
             *more.split()]
 
 
-# --- the run's folder -------------------------------------------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path_factory, monkeypatch):
+    """Runs without --out are written into a folder of their own."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
 
 
-def test_a_folder_with_rollouts_of_others_is_refused_and_left_as_it_is(run, tiny, tmp_path, capsys):
-    drawn = run("--sample-every 1", data="prompts") / "rollouts.jsonl"
-    (tmp_path / "k").mkdir()
-    shutil.copy(drawn, tmp_path / "k" / "rollouts.jsonl")
-    for more in "", " --resume latest":
-        line = complaint(flags(tiny, tmp_path / "k" / "rollouts.jsonl", f"--out {tmp_path / 'k'}{more}"), tmp_path, capsys)
-        assert "its rollouts.jsonl was not written by a run" in line
-    assert (tmp_path / "k" / "rollouts.jsonl").read_bytes() == drawn.read_bytes()
+# Data.
 
-
-def test_a_settings_file_of_the_users_is_not_written_over(tiny, data_files, tmp_path, capsys):
-    (tmp_path / "my").mkdir()
-    (tmp_path / "my" / "config.toml").write_text("lr = 1e-3  # mine\n")
-    mine = ["--config", str(tmp_path / "my" / "config.toml"), "--out", str(tmp_path / "my")]
-    assert "its config.toml was not" in complaint([*flags(tiny, data_files["groups"]), *mine], tmp_path, capsys)
-
-
-def test_a_run_that_starts_afresh_keeps_what_it_drew_before(run, tmp_path, capsys):
-    out = run("--sample-every 1 --save-every 0", data="prompts", out=str(tmp_path / "out"))
-    shutil.rmtree(out / "final")
-    drawn = (out / "rollouts.jsonl").read_bytes()
-    run("--sample-every 1 --save-every 0 --resume latest", data="prompts", out=str(out))
-    [kept] = out.glob("rollouts-*.jsonl")
-    assert kept.read_bytes() == drawn and (out / "rollouts.jsonl").read_bytes() == drawn  # drawn again
-    assert f"what it wrote is kept as {kept}" in capsys.readouterr().err
-
-
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text, expected", [
-    ("prompt,chosen,rejected\na,b,c\nd,e,f,g\n", "row 2: it has other than the 3 cells"),
-    ("prompt,chosen,rejected\na,b\n", "row 1: it has other than the 3 cells"),
-    ("prompt,chosen,chosen\na,b,c\n", "two columns have one name"),
-])
-def test_a_csv_of_another_shape_is_one_line(tiny, tmp_path, capsys, text, expected):
-    (tmp_path / "rows.csv").write_text(text)
-    assert expected in complaint([*flags(tiny, tmp_path / "rows.csv"), "--loss", "dpo"], tmp_path, capsys)
+def test_a_csv_of_another_shape_is_one_line(tiny, tmp_path, capsys):
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\na,b,c\nd,e\n")
+    assert "rows.csv" in complaint([*flags(tiny, tmp_path / "rows.csv"), "--loss", "dpo"], tmp_path, capsys)
 
 
 def test_false_and_0_in_a_csv_are_false_and_0(tmp_path):
@@ -75,11 +44,9 @@ def test_false_and_0_in_a_csv_are_false_and_0(tmp_path):
 
 @pytest.mark.parametrize("row, expected", [
     (dict(prompt="a", chosen="b", rejected="c", completions=["b", "c"], scores=[0, 1]), "both a pair and a group"),
-    (dict(prompt="a", completion="b", reward=1, tokens=[9, 3], logps=[5.0, -1.0]), "of token ids and of log-probs"),
-    (dict(prompt="a", completion="b", reward=1, tokens=[9, 3], logps=[-1.0, float("-inf")]), "and of log-probs"),
-    (dict(prompt="a", completions=["b", "c"], scores=[0, 1e200]), "'scores' holds 1e+200"),
-    (dict(prompt="a" * 2_000_001, chosen="b", rejected="c"), "'prompt' has 2,000,001 characters"),
-    (dict(prompt="a", chosen="b" * 2_000_001, rejected="c"), "'chosen' has 2,000,001 characters"),
+    (dict(prompt="a" * 2_000_001, completion="b", label=True), "a text of 2,000,001 characters"),
+    (dict(prompt="a", completion="b", reward=1, tokens=[9, 3], logps=[5.0, -1.0]), "are not token ids and as many log-probs"),
+    (dict(prompt="a", completions=["b", "c"], scores=[0, 1e200]), "a score or label is 1e+200"),
 ])
 def test_a_row_that_would_be_misread_is_one_line(tiny, tmp_path, capsys, row, expected):
     data = write_jsonl(tmp_path / "rows.jsonl", [row])
@@ -88,74 +55,46 @@ def test_a_row_that_would_be_misread_is_one_line(tiny, tmp_path, capsys, row, ex
 
 
 def test_a_name_that_no_row_has_is_not_made_a_part_of_every_prompt(tiny, data_files, tmp_path, capsys):
-    wrong = [*flags(tiny, data_files["groups"]), "--prompt-template", "Solve: {promt}"]
-    assert "no row" in (line := complaint(wrong, tmp_path, capsys)) and "promt" in line
+    wrong = [*flags(tiny, data_files["groups"]), "--prompt-template", "Solve: {prompt} {promt}"]
+    assert "row 1: no 'promt', which --prompt-template asks for" in complaint(wrong, tmp_path, capsys)
     humanline.read_rows(data_files["groups"], humanline.Config(prompt_template="{answer}: {prompt}"), "--data")
 
 
-@pytest.mark.parametrize("template, more, expected", [
-    ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}A:", "--system Rhyme!",
-     "row 1: the model's chat template leaves out the turn of the system, 'Rhyme!'"),
-    ("{% for m in messages %}<{{ m.role }}>{% endfor %}", "", "row 1: .* leaves out the turn of the user"),
-])
-def test_a_chat_template_that_drops_what_was_given_is_one_line(tiny, data_files, tmp_path, capsys, template, more, expected):
+def test_a_chat_template_that_drops_what_was_given_is_one_line(tiny, data_files, tmp_path, capsys):
     shutil.copytree(tiny, tmp_path / "model")
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}A:"
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
-    line = complaint(flags(tmp_path / "model", data_files["groups"], more), tmp_path, capsys)
-    assert humanline.re.search(expected, line)
+    wrong = flags(tmp_path / "model", data_files["groups"], "--system Rhyme!")
+    assert "row 1: the model's chat template leaves out a message of its prompt" in complaint(wrong, tmp_path, capsys)
 
 
-def test_held_out_rows_that_are_trained_on_are_not_called_held_out(tiny, data_files, tmp_path, capsys):
-    same = flags(tiny, data_files["groups"], f"--eval-data {data_files['groups']} --out {tmp_path / 'out'}")
-    assert humanline.main(same) == 0
-    shown = capsys.readouterr()
-    assert "--eval-data: 24 of its prompts are also in --data" in shown.err and "held-out" not in shown.out
-
-
-def test_a_source_that_is_given_twice_is_one_line(tiny, data_files, tmp_path, capsys):
-    twice = flags(tiny, data_files["groups"], f"--data {data_files['pairs']}")
-    assert "--data is there twice; write --data ONE OTHER" in complaint(twice, tmp_path, capsys)
-    twice = flags(tiny, data_files["groups"], "--reward=exact --reward math")
-    assert "--reward is there twice" in complaint(twice, tmp_path, capsys)
-
-
-def test_a_file_that_cannot_be_read_is_the_users(tiny, tmp_path, capsys):
-    (tmp_path / "rows.jsonl").mkdir()
-    assert "rows.jsonl" in complaint(flags(tiny, tmp_path / "rows.jsonl"), tmp_path, capsys)
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
-
+# Models.
 
 @pytest.mark.parametrize("spoil, expected", [
     ("layers", "it has no place for model.layers.1."), ("more", "it has no place for model.extra"),
     ("nan", "its logits are not finite numbers")])
 def test_weights_that_do_not_fit_are_one_line(tiny, data_files, tmp_path, capsys, spoil, expected):
-    shutil.copytree(tiny, model := tmp_path / "model")
-    settings, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+    weights = load_file(model / "model.safetensors")
     if spoil == "layers":
-        (model / "config.json").write_text(json.dumps(settings | dict(num_hidden_layers=1, layer_types=None)))
-    weights |= {"model.extra.weight": torch.zeros(3)} if spoil == "more" else {}
-    weights |= {"model.norm.weight": torch.full((32,), float("nan"))} if spoil == "nan" else {}
+        settings = json.loads((model / "config.json").read_text()) | dict(num_hidden_layers=1, layer_types=None)
+        (model / "config.json").write_text(json.dumps(settings))
+    elif spoil == "more":
+        weights["model.extra.weight"] = torch.zeros(3)
+    else:
+        weights["model.norm.weight"] = torch.full((32,), float("nan"))
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     assert expected in complaint(flags(model, data_files["groups"]), tmp_path, capsys)
 
 
-def test_bf16_updates_that_are_lost_are_told_by_the_weights_size(run, capsys):
-    run("--dtype bfloat16 --lr 1e-4")  # weights of 0.16 on average, of which half a bf16 step is some 4e-4
-    assert "most updates are below half a bf16 step" in capsys.readouterr().err
-    run("--dtype bfloat16 --lr 1e-2")
-    assert "bf16 step" not in capsys.readouterr().err
-
-
-# --- resume, and the ranks --------------------------------------------------------------------------------------------
-
+# Resume, and the ranks.
 
 def test_a_resume_notices_other_answers_and_other_base_weights(run, tiny, tmp_path):
     rows = [dict(prompt=f"{i}+1=", answer=str(i)) for i in range(8)]
     data, model = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "model"
     shutil.copytree(tiny, model)
-    start = flags(model, data, "--sample-every 1 --save-every 2")
+    start = flags(model, data, "--no-humanline --sample-every 1 --save-every 2")
     out = run("", flags=start, out=str(tmp_path / "out"))
     shutil.rmtree(out / "final")
     write_jsonl(tmp_path / "rows.jsonl", [row | dict(answer="x") for row in rows])
@@ -168,7 +107,7 @@ def test_a_resume_notices_other_answers_and_other_base_weights(run, tiny, tmp_pa
         run("--resume latest", flags=start, out=str(out))
 
 
-@pytest.mark.parametrize("more", ["--lr 0.5", "--seed 7", "--data other.jsonl"])
+@pytest.mark.parametrize("more", ["--seed 7", "--data other.jsonl"])
 def test_ranks_that_were_told_other_things_are_one_line(tiny, data_files, tmp_path, more):
     shutil.copy(data_files["pairs"], tmp_path / "same.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "same.jsonl").read_text().splitlines()]
@@ -181,39 +120,34 @@ def test_ranks_that_were_told_other_things_are_one_line(tiny, data_files, tmp_pa
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "start.py"],
                           capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode and "the ranks have different flags or rows" in done.stderr and "step" not in done.stdout
-    assert not list(tmp_path.glob("out/metrics.jsonl"))
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_line_of_the_metrics_never_ends_a_resume(run, tmp_path):
+def test_a_flipped_bit_in_the_metrics_never_ends_a_resume(run, tmp_path):
     [line, *_] = (run("--save-every 0") / "metrics.jsonl").read_bytes().splitlines()
     damaged = tmp_path / "metrics.jsonl"
-    for byte, bit in itertools.product(range(len(line)), range(8)):
+    for place in range(8 * len(line)):
+        byte, bit = divmod(place, 8)
         damaged.write_bytes(line[:byte] + bytes([line[byte] ^ 1 << bit]) + line[byte + 1 :] + b"\n")
         for kept in humanline.read_metrics(damaged):
-            humanline.Collapse()(kept)
-            humanline.Health()(kept)
+            humanline.Watch()(kept)
+        humanline.cut_lines(damaged, 2)
 
 
 def test_completions_that_grow_are_no_collapse():
-    grows, collapse = humanline.Collapse(), humanline.Collapse()
+    grows, collapse = humanline.Watch(), humanline.Watch()
     for step in range(100):  # log-probs of a token stay, and the completions come to have five times the tokens
         assert not grows(dict(logp_wanted=-0.5, completion_length=4 + step / 5))
     warnings = [collapse(dict(logp_wanted=-0.5 - max(0, step - 50) / 50, completion_length=4)) for step in range(100)]
-    assert any(warnings)
+    assert sum(map(len, warnings)) == 1
 
 
-# --- what is printed, and rewards -------------------------------------------------------------------------------------
-
+# What is printed, and rewards.
 
 def test_a_terminal_without_unicode_gets_question_marks(tiny, data_files, varied, tmp_path):
     online = flags(tiny, data_files["prompts"], f"--sample-every 1 --reward {varied} --out {tmp_path / 'out'}")
     done = command(*online, PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and " ? " in done.stdout
-    line = [sys.executable, str(ROOT / "eval.py"), "show", "--model", str(tmp_path / "out"), "--data", "rows.jsonl"]
-    write_jsonl(tmp_path / "rows.jsonl", [dict(prompt="x", answer="ü → é")])
-    shown = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=300,
-                           env={**humanline.os.environ, "PYTHONIOENCODING": "ascii"})
-    assert shown.returncode == 0, shown.stderr
 
 
 ANSWERS = [  # what a model writes, the row's answer, and whether that is right
@@ -225,25 +159,16 @@ ANSWERS = [  # what a model writes, the row's answer, and whether that is right
 
 
 def test_math_takes_what_is_said_and_no_more():
-    process = humanline.FunctionProcess(str(ROOT / "configs" / "math_reward.py"), "math")
+    process = humanline.FunctionProcess(str(ROOT / "configs" / "math_reward.py"), "math", 300)
     texts, answers, right = zip(*ANSWERS)
-    given = process("call", [""] * len(texts), texts, [dict(answer=answer) for answer in answers], limit=300)
-    process.close()
+    given = process([""] * len(texts), texts, [dict(answer=answer) for answer in answers])
+    process.end()
     assert list(zip(texts, given)) == list(zip(texts, right))
 
 
 def test_a_list_of_answers_means_any_of_them():
     row = dict(answer=["2", "two"])
     assert humanline.exact_reward([""] * 3, ["2", " two", "['2', 'two']"], [row] * 3) == [1, 1, 0]
-
-
-def test_a_lack_of_memory_without_a_word_is_named(tiny, data_files, tmp_path, capsys, monkeypatch):
-    def no_memory(*_):
-        raise MemoryError
-
-    monkeypatch.setattr(humanline, "load_policy", no_memory)
-    assert humanline.main(flags(tiny, data_files["groups"], f"--out {tmp_path / 'out'}")) == 1
-    assert "stopped: out of memory" in capsys.readouterr().err
 
 
 def test_a_measurement_is_not_written_over_a_file(tiny, data_files, tmp_path, capsys):

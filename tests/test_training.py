@@ -11,13 +11,13 @@ import torch
 from conftest import metrics, random_batch, same_weights, timeless
 
 import humanline
-from humanline import Batch, Config, Group, Loss, best_against_worst, sum_tokens
+from humanline import Batch, Config, Loss, best_against_worst, sum_tokens
 
 OFFLINE, SPARSE, ONLINE = "--sample-every 0", "--sample-every 4", "--sample-every 1"
 
 
 def policy_of(tiny, **settings):
-    config = dataclasses.replace(Config(model=tiny, batch_size=4), **settings)
+    config = Config(model=tiny, batch_size=4, **settings)
     policy, tokenizer = humanline.load_policy(config, torch.device("cpu"))
     return policy, tokenizer, config
 
@@ -28,70 +28,60 @@ def gradient(policy, batch, config) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
-@pytest.mark.parametrize("perception", ["clip", "sample", "none"])
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_cutting_a_batch_into_microbatches_changes_nothing(tiny, loss, perception):
-    policy, _, config = policy_of(tiny, loss=loss, perception=perception, kl_beta=0.1)
-    policy.double()
-    batch = random_batch(loss)
-    for sequence in batch.sequences + batch.mismatched:
-        sequence.ref_logps = sequence.ref_logps.double()
-    whole = gradient(policy, batch, config)
-    report = humanline.forward_backward(policy, batch, config)
-    assert whole.abs().max() > 0
-    cuts = set()
-    for tokens in (1000, 80, 55, 36, 1):
-        small = dataclasses.replace(config, microbatch_tokens=tokens)
-        cuts.add(len(humanline.cut(batch.sequences, small)))
-        assert torch.allclose(gradient(policy, batch, small), whole, rtol=1e-6, atol=1e-6 * float(whole.abs().max()))
-        for name, value in humanline.forward_backward(policy, batch, small).items():
-            assert name == "entropy" or value == pytest.approx(report[name], rel=1e-6, abs=1e-12), name
-    assert {1, 2, 3} <= cuts and max(cuts) == (4 if loss == "dpo" else 8)
+def own_logps(policy, sequence) -> torch.Tensor:
+    return humanline.log_probs(policy, [[sequence]])[0]
 
 
-def shared_batch(loss: str) -> Batch:
-    """A random batch whose prompts each come four times in a row."""
+def batch_of_doubles(loss: str, prompts: int) -> Batch:
+    """A random batch of 16 sequences whose prompts each come so many times in a row."""
     batch = random_batch(loss, 16)
+    batch.reward = 0.5
     for sequences in (batch.sequences, batch.mismatched):
         for i, sequence in enumerate(sequences):
-            sequence.prompt = sequences[i - i % 4].prompt
+            sequence.prompt = sequences[i - i % prompts].prompt
+            sequence.ref_logps = sequence.ref_logps.double()
     return batch
 
 
-@pytest.mark.parametrize("perception", ["clip", "sample"])
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_sharing_prompts_changes_nothing_whatever_the_cut(tiny, loss, perception):
-    policy, _, config = policy_of(tiny, loss=loss, perception=perception)
+@pytest.mark.parametrize("loss, perception, prompts", [
+    ("dpo", "clip", 1), ("dpo", "sample", 4), ("kto", "none", 1), ("kto", "sample", 4), ("grpo", "clip", 4),
+    ("grpo", "sample", 1)])
+def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(tiny, loss, perception, prompts):
+    kl_beta = 0.1 if loss == "grpo" else 0.0
+    policy, _, config = policy_of(tiny, loss=loss, perception=perception, kl_beta=kl_beta)
     policy.double()
-    batch, shared = shared_batch(loss), []
-    for sequence in batch.sequences + batch.mismatched:
-        sequence.ref_logps = sequence.ref_logps.double()
-    apart = gradient(policy, batch, dataclasses.replace(config, share_prompts=False))
-    for tokens in (1000, 70, 24, 10, 1):
+    batch = batch_of_doubles(loss, prompts)
+    policy.shares_prompts = False
+    whole = gradient(policy, batch, config)
+    report = humanline.forward_backward(policy, batch, config)
+    assert whole.abs().max() > 0
+    policy.shares_prompts = True
+    counts, shared = [], []
+    for tokens in (1000, 55, 1):
         small = dataclasses.replace(config, microbatch_tokens=tokens)
-        assert torch.allclose(gradient(policy, batch, small), apart, rtol=1e-6, atol=1e-6 * float(apart.abs().max()))
-        cut = humanline.cut(batch.sequences, small)
-        shared.append(sum(sequence.shares_prompt for microbatch in cut for sequence in microbatch))
-        assert sorted(map(id, itertools.chain(*cut))) == sorted(map(id, batch.sequences))
-        for microbatch in cut:
-            rows = humanline.forward_rows(microbatch)
-            tokens_with_padding, least = len(rows) * max(map(humanline.width, rows)), 2 if loss == "dpo" else 1
-            assert tokens_with_padding <= tokens or len(microbatch) == least
-            assert all(sequence.prompt == row[0].prompt for row in rows for sequence in row)
-            if loss == "dpo":
-                for chosen, rejected in zip(microbatch[::2], microbatch[1::2], strict=True):
-                    assert chosen.is_chosen and not rejected.is_chosen and chosen.prompt == rejected.prompt
-    assert shared[0] == (8 if loss == "dpo" else 12) and shared == sorted(shared, reverse=True) and shared[-1] == 0
+        assert torch.allclose(gradient(policy, batch, small), whole, rtol=1e-6, atol=1e-6 * float(whole.abs().max()))
+        again = humanline.forward_backward(policy, batch, small)
+        assert again == pytest.approx(report, rel=1e-6, abs=1e-12)
+        [cuts] = humanline.cut(batch.sequences, small, True)
+        counts.append(len(cuts))
+        rows = [row for rows in cuts for row in rows]
+        shared.append(16 - len(rows))
+        assert sorted(id(sequence) for row in rows for sequence in row) == sorted(map(id, batch.sequences))
+        assert all(sequence.prompt == row[0].prompt for row in rows for sequence in row)
+    assert counts[0] == 1 < counts[1] < counts[2] == (8 if loss == "dpo" else 16)
+    assert (shared[0] > 0) == (prompts > 1) and shared[-1] == 0
 
 
-def test_ranks_share_a_batch_without_gap_or_overlap_though_memory_left_one_less(monkeypatch):
-    batch = shared_batch("grpo")
-    monkeypatch.setattr(humanline, "world_size", lambda: 2)
-    parts = []
-    for rank, tokens in enumerate([1000, 20]):
-        monkeypatch.setattr(humanline, "rank", lambda: rank)
-        parts += itertools.chain(*humanline.cut(batch.sequences, Config(loss="grpo", microbatch_tokens=tokens)))
-    assert sorted(map(id, parts)) == sorted(map(id, batch.sequences))
+@pytest.mark.parametrize("loss", ["dpo", "grpo"])
+def test_ranks_share_a_batch_without_gap_or_overlap(monkeypatch, loss):
+    batch = batch_of_doubles(loss, 4)
+    monkeypatch.setattr(humanline, "WORLD_SIZE", 3)
+    cuts = humanline.cut(batch.sequences, Config(loss=loss, microbatch_tokens=40), True)
+    of_rank = [[sequence for rows in of_rank for row in rows for sequence in row] for of_rank in cuts]
+    assert len(cuts) == 3 and all(of_rank)
+    assert sorted(map(id, itertools.chain(*of_rank))) == sorted(map(id, batch.sequences))
+    for sequences in of_rank if loss == "dpo" else []:
+        assert [sequence.is_chosen for sequence in sequences] == [True, False] * (len(sequences) // 2)
 
 
 @pytest.mark.parametrize("average", ["token", "sequence"])
@@ -100,8 +90,7 @@ def test_grpo_averages_over_the_tokens_or_the_sequences_of_the_whole_batch(tiny,
     batch = random_batch("grpo")
     losses = []
     for sequence in batch.sequences:
-        logps, _ = humanline.log_probs(policy, [sequence])
-        d = humanline.completion_parts(logps, [sequence])[0] - sequence.ref_logps
+        d = own_logps(policy, sequence) - sequence.ref_logps
         ratio = d.clamp(-1.5, 1.5).exp()
         losses.append(-torch.minimum(sequence.advantage * ratio, sequence.advantage * ratio.clamp(0.8, 1.2)))
     expected = torch.cat(losses) if average == "token" else torch.stack([loss.mean() for loss in losses])
@@ -112,10 +101,7 @@ def test_kto_has_one_reference_point_for_the_whole_batch(tiny):
     policy, _, config = policy_of(tiny, loss="kto", perception="clip", beta=0.5, microbatch_tokens=20)
     batch = random_batch("kto")
 
-    def gain(sequence):
-        logps = humanline.completion_parts(humanline.log_probs(policy, [sequence])[0], [sequence])[0]
-        return (logps - sequence.ref_logps).clamp(-1.5, 1.5).sum()
-
+    gain = lambda sequence: (own_logps(policy, sequence) - sequence.ref_logps).clamp(-1.5, 1.5).sum()
     gains = lambda sequences: torch.stack(list(map(gain, sequences)))
     z0 = gains(batch.mismatched).mean().clamp(min=0)
     desirable = torch.tensor([sequence.is_chosen for sequence in batch.sequences])
@@ -132,17 +118,17 @@ def test_a_batch_of_one_kind_or_of_nothing_is_a_step_like_any_other(tiny):
     batch.sequences, batch.mismatched = [sequence for sequence in batch.sequences if not sequence.is_chosen], []
     assert 0 < humanline.forward_backward(policy, batch, config)["loss"] < 1
     for perception in ("clip", "sample"):
-        empty = dataclasses.replace(config, loss="dpo", perception=perception)
+        empty = Config(loss="dpo", perception=perception)
         assert humanline.forward_backward(policy, Batch(1, [], [], 0.5), empty)["loss"] == 0
 
 
 def add_ipo(monkeypatch) -> None:
     """A loss of one's own: identity preference optimization (Azar et al. 2023)."""
-    def ipo(inputs, config):
-        margin = sum_tokens(inputs.perceived[0::2]) - sum_tokens(inputs.perceived[1::2])
+    def ipo(x, d, perceived, config):
+        margin = sum_tokens(perceived[0::2]) - sum_tokens(perceived[1::2])
         return (margin - 1 / (2 * config.beta)) ** 2
 
-    monkeypatch.setitem(humanline.LOSSES, "ipo", Loss(compute=ipo, make_units=best_against_worst, unit="pair"))
+    monkeypatch.setitem(humanline.LOSSES, "ipo", Loss(ipo, best_against_worst, "pair", settings="beta"))
 
 
 @pytest.mark.parametrize("perception", ["clip", "none"])
@@ -177,49 +163,10 @@ def test_ipo_added_as_an_entry_of_losses_trains(run, monkeypatch, flags, data):
     assert lines[-1]["loss"] != lines[0]["loss"]
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_without_a_sync_there_is_nothing_to_soften(run, loss):
-    flags = f"--no-humanline --loss {loss} --sample-every 3"
-    assert same_weights(run(flags), run(f"{flags} --sync-alpha 0.5"))
-
-
-@pytest.mark.parametrize("latest, gained", [
-    (dict(accuracy=0.5, greedy=0.6), "pass@1 on held-out prompts went from 0.100 to 0.500, greedy from 0.200 to 0.600: "),
-    (dict(accuracy=0.5), "pass@1 on held-out prompts went from 0.100 to 0.500: "), ({}, "")])
-def test_the_last_line_says_what_a_resumed_run_still_measures(tiny, latest, gained):
-    config = humanline.parse_config(["--model", tiny])
-    made = SimpleNamespace(config=config, out=Path("a"), stopped_at=None, started=0, ended=7, measured="pass@1", seen=(),
-                           before=dict(accuracy=0.1, greedy=0.2), latest=latest)
-    assert humanline.last_line(made).startswith(f"{gained}GRPO with humanline, 7 steps in ")
-
-
-def test_what_to_type_next_names_the_script_that_knows_the_loss(run, monkeypatch, tiny):
-    add_ipo(monkeypatch)
-    monkeypatch.setattr("sys.argv", ["somewhere/ipo.py"])
-    for loss, script in (("ipo", "ipo.py"), ("dpo", "humanline.py")):
-        config = humanline.parse_config(["--loss", loss, "--model", tiny])
-        made = SimpleNamespace(config=config, out=Path("runs/a"), stopped_at=3)
-        assert f"go on with: python {script} --config runs/a/config.toml --out runs/a" in humanline.last_line(made)
-        made.out = Path("my run")
-        assert "--config 'my run/config.toml' --out 'my run' --resume latest" in humanline.last_line(made)
-
-
 @pytest.mark.parametrize("loss, advice", [("zpo", "did you mean 'dpo'?"), ("reinforce", "known: dpo, grpo, kto")])
 def test_a_loss_without_an_entry_is_refused_in_one_line(capsys, loss, advice):
     assert humanline.main(["--loss", loss]) == 2
     assert capsys.readouterr().err == f"humanline.py: error: --loss {loss}: {advice}\n"
-
-
-def test_a_config_with_a_loss_without_an_entry_trains_as_nothing_else(tiny):
-    policy, _, config = policy_of(tiny, loss="zpo", perception="clip")
-    for loss in ("dpo", "kto", "grpo"):
-        with pytest.raises(KeyError, match="zpo"):
-            humanline.forward_backward(policy, random_batch(loss), config)
-    assert all(p.grad is None for p in policy.parameters())
-    groups = [Group(i, [i], [[1], [2]], [1.0, 0.0]) for i in range(8)]
-    for sample_every in (0, 1):
-        with pytest.raises(KeyError, match="zpo"):
-            humanline.Batches(dataclasses.replace(config, sample_every=sample_every), groups, 64)
 
 
 def test_rejection_sampling_is_the_same_whatever_the_cut_and_differs_between_steps(tiny):
@@ -228,55 +175,71 @@ def test_rejection_sampling_is_the_same_whatever_the_cut_and_differs_between_ste
     def rejected(step, tokens):
         batch = dataclasses.replace(random_batch("grpo"), step=step)
         humanline.draw_rejections(policy, batch, dataclasses.replace(config, microbatch_tokens=tokens))
-        return torch.cat([sequence.rejected_tokens for sequence in batch.sequences])
+        return torch.cat([sequence.rejected for sequence in batch.sequences])
 
     first = rejected(1, 1000)
     assert 0 < first.float().mean() < 1
     assert torch.equal(first, rejected(1, 20)) and not torch.equal(first, rejected(2, 1000))
 
 
-def spy(monkeypatch):
-    """Record the policy that each step and each reference pass saw, by a number that identifies the weights."""
-    seen = {"policy": [], "reference": {}, "order": []}
-    mark = lambda model: float(sum(p.detach().double().abs().sum() for p in model.parameters()))
-    forward, attach, clip = humanline.forward_backward, humanline.attach_logps, torch.nn.utils.clip_grad_norm_
+def spy(monkeypatch) -> SimpleNamespace:
+    """Note the order of a step's parts, and keep each step's policy, before its update, and batch."""
+    seen = SimpleNamespace(order=[], policies=[], batches=[])
 
-    def spied_forward(policy, batch, config):
-        seen["policy"].append(mark(policy))
-        seen["order"].append("backward")
-        return forward(policy, batch, config)
+    def note(owner, name: str, what: str) -> None:
+        real = getattr(owner, name)
 
-    def spied_attach(name, model, batch, config):
-        if name == "ref_logps":
-            seen["reference"][batch.step] = mark(model)
-        return attach(name, model, batch, config)
+        def spied(*args, **more):
+            seen.order.append(what)
+            if what == "backward":
+                seen.policies.append(copy.deepcopy(args[0]))
+                seen.batches.append(copy.deepcopy(args[1]))
+            return real(*args, **more)
 
-    def spied_clip(*args, **kwargs):
-        seen["order"].append("clip")
-        return clip(*args, **kwargs)
+        monkeypatch.setattr(owner, name, spied)
 
-    sync = humanline.Reference.sync
-    monkeypatch.setattr(humanline, "forward_backward", spied_forward)
-    monkeypatch.setattr(humanline, "attach_logps", spied_attach)
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spied_clip)
-    spied_sync = lambda self, step: (seen["order"].append("sync"), sync(self, step))[1]
-    monkeypatch.setattr(humanline.Reference, "sync", spied_sync)
-    step = torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *a: (seen["order"].append("step"), step(self, *a))[1])
+    note(humanline, "forward_backward", "backward")
+    note(torch.nn.utils, "clip_grad_norm_", "clip")
+    note(humanline.Reference, "sync", "sync")
+    note(torch.optim.AdamW, "step", "step")
     return seen
 
 
-@pytest.mark.parametrize("ref", ["lookahead", "copy"])
-@pytest.mark.parametrize("source", [OFFLINE, SPARSE, ONLINE])
-@pytest.mark.parametrize("k", [1, 3])
-def test_reference_is_the_policy_of_the_step_that_synced(run, monkeypatch, k, source, ref):
+REFERENCES = [  # flags, k, or 0 where the reference stays
+    ("--loss dpo --sync-k 1", 1), ("--loss kto --sync-k 3", 3), ("--sync-k 3 --sample-every 1", 3),
+    ("--loss dpo --sync-k 3 --sample-every 4", 3), ("--loss kto --sync-k 5 --sample-every 2", 5),
+    ("--sync-k 3 --lora 4 --lr 0.1", 3), ("--loss dpo --sync-k 4 --sample-every 3 --lora 4 --lr 0.1", 4),
+    ("--loss kto --no-humanline", 0), ("--no-humanline --sample-every 2 --kl-beta 0.5 --temperature 0.8", 0)]
+
+
+@pytest.mark.parametrize("flags, k", REFERENCES, ids=[flags for flags, _ in REFERENCES])
+def test_reference_log_probs_are_those_of_the_policy_of_the_step_that_synced(run, monkeypatch, flags, k):
     seen = spy(monkeypatch)
-    run(f"--sync-k {k} --ref {ref} {source} --steps 10")
-    policies = seen["policy"]  # policies[s - 1] is the policy that step s trained, before its update
-    assert len(set(policies)) == 10
+    config = humanline.parse_config(["--model", "x", "--data", "x", *flags.split()])
+    run(f"{flags} --steps 10")
     for step in range(1, 11):
-        synced = (step - 1) // k * k  # the newest sync before this step; 0 is the start
-        assert seen["reference"][step] == policies[max(0, synced - 1)], f"step {step}"
+        synced = (step - 1) // k * k if k else 0  # the newest sync before this step; 0 is the start
+        policy, batch = seen.policies[max(0, synced - 1)], seen.batches[step - 1]
+        sequences = [sequence for sequence in batch.sequences + batch.mismatched if not sequence.is_idle]
+        expected = humanline.sequence_logps(policy, sequences, config)
+        for sequence, logps in zip(sequences, expected, strict=True):
+            assert torch.allclose(sequence.ref_logps, logps, rtol=0, atol=1e-5), step
+    moved = humanline.sequence_logps(seen.policies[-1], sequences, config)
+    assert not torch.allclose(torch.cat(moved), torch.cat(expected), rtol=0, atol=1e-3)  # so it matters which
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+def test_online_without_humanline_the_log_ratio_is_to_the_policy_that_drew(run, monkeypatch, loss):
+    seen = spy(monkeypatch)
+    config = humanline.parse_config(f"--model x --data x --loss {loss}".split())
+    lines = metrics(run(f"--loss {loss} --no-humanline --sample-every 3"))
+    for step, batch in enumerate(seen.batches, 1):
+        drew = (step - 1) // 3 * 3
+        sequences = [sequence for sequence in batch.sequences if not sequence.is_idle]
+        expected = humanline.sequence_logps(seen.policies[drew], sequences, config)
+        for sequence, logps in zip(sequences, expected, strict=True):
+            assert sequence.ref_logps is None and torch.allclose(sequence.old_logps, logps, rtol=0, atol=1e-5)
+    assert lines[0]["drift"] == 0 < lines[1]["drift"]
 
 
 def test_with_k_1_the_reference_lags_by_one_step_so_log_ratios_are_not_zero(run):
@@ -287,124 +250,19 @@ def test_with_k_1_the_reference_lags_by_one_step_so_log_ratios_are_not_zero(run)
 def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
     seen = spy(monkeypatch)
     run("--sync-k 2 --steps 2")
-    assert seen["order"] == ["sync", "backward", "clip", "step", "backward", "clip", "sync", "step"]
-
-
-def test_without_humanline_the_reference_is_fixed_offline_and_the_drawing_policy_online(run, monkeypatch):
-    seen = spy(monkeypatch)
-    run("--no-humanline")
-    assert {seen["reference"][step] for step in range(1, 7)} == {seen["policy"][0]}
-    seen = spy(monkeypatch)
-    run(f"--loss dpo --no-humanline {SPARSE}")  # for GRPO see test_grpo.py
-    assert [seen["reference"][step] for step in range(1, 7)] == [seen["policy"][0]] * 4 + [seen["policy"][4]] * 2
-
-
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-@pytest.mark.parametrize("k", [1, 3, 4])
-@pytest.mark.parametrize("source", [OFFLINE, SPARSE])
-def test_lookahead_and_copy_give_the_same_numbers_bit_for_bit(run, loss, k, source):
-    flags = f"--loss {loss} --sync-k {k} {source} --steps 10"
-    lookahead, second_model = run(f"{flags} --ref lookahead"), run(f"{flags} --ref copy")
-    for a, b in zip(metrics(lookahead), metrics(second_model), strict=True):
-        for key in ("loss", "grad_norm", "drift", "kl"):
-            assert a[key] == b[key], key
-    assert same_weights(lookahead, second_model)
-
-
-def test_no_second_model_is_made_where_the_batches_are_known(run, monkeypatch):
-    loaded, load = [], humanline.load_policy
-    monkeypatch.setattr(humanline, "load_policy", lambda *args: loaded.append(1) or load(*args))
-    run("--sync-k 3")
-    run(f"--sync-k 3 {SPARSE}")
-    run(f"--no-humanline {ONLINE}")
-    assert len(loaded) == 3
-    run("--sync-k 3 --ref copy")
-    assert len(loaded) == 5
-
-
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_a_reference_that_is_the_policy_itself_is_not_computed(run, monkeypatch, loss):
-    passes, completion_values = [], humanline.completion_values  # nor, with KTO, the z₀ that it gives
-    monkeypatch.setattr(humanline, "completion_values", lambda *args: passes.append(1) or completion_values(*args))
-    flags = f"--loss {loss} --no-humanline {ONLINE} --batch-size 8"
-    without = run(flags)
-    assert not passes
-    second_model = run(f"{flags} --ref copy")  # computes them, but for GRPO, which asks no reference without a KL
-    assert len(passes) == dict(kto=18, dpo=12, grpo=0)[loss] and same_weights(without, second_model)
-    assert [line["loss"] for line in metrics(without)] == [line["loss"] for line in metrics(second_model)]
-    assert all(line["drift"] == 0 for line in metrics(without))
-
-
-@pytest.mark.parametrize("logps, step", [
-    ([-0.5 + 0.01 * i for i in range(40)], None),  # rises
-    ([-0.4] * 20 + [-0.75] * 40, None),  # falls a little
-    ([-0.4] * 20 + [-1.2] * 40, 27),  # 7 of 12 at -1.2: the mean is below -0.8
-    ([-0.05] * 20 + [-0.34] * 40, None),  # seven times as unlikely, but by less than 0.3
-    ([-0.4, None] * 20 + [-1.2] * 40, 47),
-    ([-0.4] * 6 + [-1.2] * 5, None),  # shorter than the window
-])
-def test_a_collapse_is_told_once_the_wanted_completions_have_become_unlikely(logps, step):
-    for length in (1, 50):  # what counts is the completion, and not the token
-        collapse = humanline.Collapse()
-        lines = [{} if logp is None else dict(logp_wanted=logp / length, completion_length=length) for logp in logps]
-        said = [i for i, line in enumerate(lines, 1) if collapse(line)]
-        assert said == ([] if step is None else [step])
-
-
-def test_the_run_warns_of_a_collapse(run, monkeypatch, capsys):
-    monkeypatch.setattr(humanline, "Collapse", lambda: lambda line: "it falls" if line["logp_wanted"] < 0 else "")
-    run("--steps 2")
-    assert "warning: step 1: it falls" in capsys.readouterr().err
-
-
-def test_a_resumed_run_remembers_what_a_collapse_is_told_from(run, tmp_path, monkeypatch):
-    out = str(tmp_path / "out")
-    folder = run("--steps 4 --save-every 2", out=out)
-    humanline.shutil.rmtree(folder / "final")
-    humanline.shutil.rmtree(folder / "checkpoint" / "step-00000004")
-    seen: list[float] = []
-    monkeypatch.setattr(humanline, "Collapse", lambda: lambda line: seen.append(line["logp_wanted"]) or "")
-    run("--steps 4 --save-every 2 --resume latest", out=out)
-    assert len(seen) == 4 and seen == [line["logp_wanted"] for line in metrics(folder)]
-
-
-def test_a_soft_sync_goes_a_part_of_the_way(run, monkeypatch):
-    flat = lambda model: torch.cat([p.detach().double().flatten() for p in model.parameters()])
-    seen, sync = [], humanline.Reference.sync
-
-    def spied(self, step):
-        before = flat(self.model)
-        sync(self, step)
-        seen.append((before, flat(self.policy), flat(self.model)))
-
-    monkeypatch.setattr(humanline.Reference, "sync", spied)
-    run("--sync-k 2 --sync-alpha 0.25 --steps 6")
-    for before, policy, after in seen[1:]:
-        assert not torch.equal(before, policy)
-        assert torch.allclose(after, 0.75 * before + 0.25 * policy, rtol=0, atol=1e-7)
-    assert len(seen) == 4
+    assert seen.order == ["sync", "backward", "clip", "step", "backward", "clip", "sync", "step"]
 
 
 def test_the_policys_log_probs_are_reported_of_all_and_of_wanted_completions(tiny):
     policy, _, config = policy_of(tiny, loss="grpo", perception="none")
     batch = random_batch("grpo")
-    computed = [sequence for sequence in batch.sequences if sequence.advantage]  # the others teach nothing
-    with torch.no_grad():
-        logps, mask = humanline.log_probs(policy, computed)
-    wanted = mask & torch.tensor([sequence.is_chosen for sequence in computed])[:, None]
+    batch.sequences[2].is_idle = True  # it teaches nothing, and is left out
+    computed = [sequence for sequence in batch.sequences if not sequence.is_idle]
+    mean = lambda sequences: torch.cat([own_logps(policy, sequence) for sequence in sequences]).mean().item()
     report = humanline.forward_backward(policy, batch, config)
-    assert report["logp"] == pytest.approx(float(logps[mask].mean()), rel=1e-5)
-    assert report["logp_wanted"] == pytest.approx(float(logps[wanted].mean()), rel=1e-5)
-
-
-def test_sync_drift_syncs_when_the_drift_passes_and_only_then(run, monkeypatch):
-    seen = spy(monkeypatch)
-    lines = metrics(run("--sync-drift 0.4 --steps 12"))
-    passed = [line["step"] for line in lines if line["drift"] > 0.4]
-    assert passed and passed[0] > 2
-    for step in range(2, 13):
-        synced = max([s for s in passed if s < step], default=1)
-        assert seen["reference"][step] == seen["policy"][synced - 1]
+    assert report["logp"] == pytest.approx(mean(computed), rel=1e-5)
+    wanted = [sequence for sequence in computed if sequence.is_chosen]
+    assert report["logp_wanted"] == pytest.approx(mean(wanted), rel=1e-5)
 
 
 @pytest.mark.parametrize("flags", [
@@ -415,12 +273,14 @@ def test_the_same_command_gives_the_same_run_to_the_last_digit(run, flags):
     assert timeless(run(flags + " --seed 1")) != timeless(first)
 
 
-@pytest.mark.parametrize("flags", [
-    "--loss grpo --sync-k 3", "--loss dpo --sync-k 4 --perception sample", "--loss kto --no-humanline",
-    "--loss grpo --sample-every 4 --sync-k 3", "--loss dpo --sample-every 1 --sync-k 3",
-    "--loss kto --sample-every 3 --no-humanline", "--loss grpo --sync-drift 0.3", "--ref copy --sync-k 3",
-    "--sync-k 2 --sync-alpha 0.5", "--loss dpo --sample-every 3 --sync-k 7"])
-@pytest.mark.parametrize("stop", [2, 3, 5])
+RESUMED = [
+    ("--loss dpo --sync-k 4 --perception sample", 2), ("--loss kto --no-humanline", 3), ("--sync-k 3 --taper", 5),
+    ("--loss grpo --sample-every 4 --sync-k 3", 5), ("--loss dpo --sample-every 1 --sync-k 3", 2),
+    ("--loss kto --sample-every 3 --no-humanline", 5), ("--loss dpo --sample-every 3 --sync-k 7", 2),
+    ("--loss grpo --no-humanline --sample-every 3 --kl-beta 0.1", 5)]
+
+
+@pytest.mark.parametrize("flags, stop", RESUMED, ids=[flags for flags, _ in RESUMED])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, tmp_path, monkeypatch, flags, stop):
     flags += " --steps 8 --save-every 1"
     whole = run(flags)
@@ -441,27 +301,32 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, tmp_path, monke
 
 def assert_same_batch(a: Batch, b: Batch) -> None:
     """Equal in every field, tensors bit for bit and of one type."""
-    assert (a.step, a.reward, len(a.mismatched)) == (b.step, b.reward, len(b.mismatched))
+    assert (a.step, a.reward, a.no_difference, len(a.mismatched)) == (b.step, b.reward, b.no_difference, len(b.mismatched))
     for x, y in zip(a.sequences + a.mismatched, b.sequences + b.mismatched, strict=True):
-        assert dataclasses.replace(x, ref_logps=None) == dataclasses.replace(y, ref_logps=None)
-        assert (x.ref_logps is None) == (y.ref_logps is None)
-        assert x.ref_logps is None or (x.ref_logps.dtype == y.ref_logps.dtype and torch.equal(x.ref_logps, y.ref_logps))
+        for name, value in vars(x).items():
+            other = getattr(y, name)
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == other.dtype and torch.equal(value, other), name
+            else:
+                assert value == other, name
 
 
-@pytest.mark.parametrize("flags, pending", [
-    ("--loss grpo --sync-k 4", 3), ("--loss dpo --no-humanline", 7), ("--loss kto --sync-k 8 --sample-every 4", 3),
-    ("--loss kto --no-humanline --sample-every 4", 3), ("--loss grpo --sync-k 2 --sample-every 4 --ref copy", 3)])
-def test_pending_batches_come_back_from_a_checkpoint_exactly(run, tmp_path, monkeypatch, flags, pending):
+@pytest.mark.parametrize("flags, pending, known", [
+    ("--loss grpo --sync-k 4 --taper", 3, "ref_logps sampler_logps"), ("--loss dpo --no-humanline", 7, "ref_logps"),
+    ("--loss kto --sync-k 8 --sample-every 4", 3, "ref_logps sampler_logps"),
+    ("--loss kto --no-humanline --sample-every 4", 3, "old_logps sampler_logps")])
+def test_pending_batches_come_back_from_a_checkpoint_exactly(run, tmp_path, monkeypatch, flags, pending, known):
     flags += " --steps 8 --batch-size 8 --save-every 1 --keep 9"
     saved, restored, save, load = {}, [], humanline.Saver.save, humanline.load_checkpoint
+    state_of = lambda reference: [reference.until, reference.batches.made_until, [*reference.batches.pending]]
 
     def spied_save(self, policy, optimizer, reference, step):
-        saved[step] = copy.deepcopy(vars(reference.batches) | dict(until=reference.until))
+        saved[step] = copy.deepcopy(state_of(reference))
         save(self, policy, optimizer, reference, step)
 
-    def spied_load(*args):
-        step = load(*args)
-        restored.append(vars(args[-1].batches) | dict(until=args[-1].until))
+    def spied_load(path, optimizer, reference):
+        load(path, optimizer, reference)
+        restored.append(state_of(reference))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(humanline.Saver, "save", spied_save)
@@ -471,15 +336,16 @@ def test_pending_batches_come_back_from_a_checkpoint_exactly(run, tmp_path, monk
         with pytest.raises(KeyboardInterrupt):
             run(f"{flags} --resume {folder / 'checkpoint' / f'step-{step:08d}'}", out=str(tmp_path / f"resumed-{step}"))
         before, after = saved[step], restored.pop()
-        for name in ("made_until", "until"):
-            assert after[name] == before[name], name
-        for a, b in zip(before["pending"], after["pending"], strict=True):
+        assert after[:2] == before[:2]
+        for a, b in zip(before[2], after[2], strict=True):
             assert_same_batch(a, b)
     # What was compared holds what each case is about.
-    batches = saved[1]["pending"]
+    batches = saved[1][2]
     assert [batch.step for batch in batches] == list(range(2, 2 + pending))
     assert all(bool(batch.mismatched) == ("kto" in flags) for batch in batches)
-    assert all((s.ref_logps is None) == ("copy" in flags) for batch in batches for s in batch.sequences)
+    for name in ("ref_logps", "old_logps", "sampler_logps"):
+        sequences = [sequence for batch in batches for sequence in batch.sequences if not sequence.is_idle]
+        assert all((getattr(sequence, name) is not None) == (name in known) for sequence in sequences), name
 
 
 def test_resume_starts_afresh_where_there_is_no_checkpoint_and_skips_a_damaged_one(run, tmp_path, capsys):
@@ -490,27 +356,26 @@ def test_resume_starts_afresh_where_there_is_no_checkpoint_and_skips_a_damaged_o
     assert names == ["step-00000002", "step-00000003", "step-00000004"]
     humanline.shutil.rmtree(folder / "final")
     humanline.shutil.rmtree(folder / "checkpoint" / "step-00000004")
-    file = folder / "checkpoint" / "step-00000003" / "policy.safetensors"
+    file = folder / "checkpoint" / "step-00000003" / "tensors.safetensors"
     file.write_bytes(file.read_bytes()[:-9] + b"humanline")
     run("--steps 4 --save-every 1 --keep 3 --resume latest", out=out)
-    assert "damaged: policy.safetensors" in capsys.readouterr().err
+    assert "damaged: tensors.safetensors" in capsys.readouterr().err
     assert (folder / "final" / "model.safetensors").read_bytes() == whole and len(metrics(folder)) == 4
 
 
-def test_a_run_is_not_resumed_under_other_settings(run, tmp_path):
+@pytest.mark.parametrize("flags, expected", [
+    ("--lr 0.5", "the run has --lr 0.01, not 0.5"), ("--sync-k 2", "the run has --sync-k 1, not 2"),
+    ("--steps 6", "it has done 4 of its planned 4 steps, so --steps 6 must lie between"),
+    ("--keep 1 --microbatch-tokens 99", None)])
+def test_only_what_changes_no_result_may_differ_in_a_resumed_run(run, tmp_path, flags, expected):
     out = str(tmp_path / "out")
-    folder = run("--steps 2 --save-every 1", out=out)
+    folder = run("--steps 4 --save-every 2", out=out)
     humanline.shutil.rmtree(folder / "final")
-    with pytest.raises(humanline.UserError, match="--lr 0.01, not 0.5"):
-        run("--steps 2 --save-every 1 --resume latest --lr 0.5", out=out)
-
-
-def test_a_run_is_not_made_longer_than_its_reference_is_known(run, tmp_path):
-    out = str(tmp_path / "out")
-    folder = run("--steps 4 --save-every 2 --no-humanline", out=out)
-    humanline.shutil.rmtree(folder / "final")
-    with pytest.raises(humanline.UserError, match="it has done 4 of its planned 4 steps, so --steps 6 must lie between"):
-        run("--steps 6 --resume latest --no-humanline", out=out)
+    if expected is None:
+        assert (run(f"--steps 4 --save-every 2 --resume latest {flags}", out=out) / "final").exists()
+    else:
+        with pytest.raises(humanline.UserError, match=expected):
+            run(f"--steps 4 --save-every 2 --resume latest {flags}", out=out)
 
 
 def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(run, tmp_path, monkeypatch, capsys):
@@ -524,19 +389,19 @@ def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(run, tmp_path, monke
         return report
 
     monkeypatch.setattr(humanline, "forward_backward", poisoned)
-    with pytest.raises(FloatingPointError, match=r"step 4: .*step-00000003.*groups.jsonl row \d+"):
+    with pytest.raises(FloatingPointError, match=r"step 4: .*step-00000003"):
         run("--save-every 1 --steps 6", out=str(out))
     assert len(metrics(out)) == 3 and not (out / "final").exists()
     assert humanline.find_damage(out / "checkpoint" / "step-00000003") == ""
 
 
 def test_warmup_is_linear_then_constant_or_a_cosine():
-    config = Config(lr=2.0, steps=100, warmup=0.1)
-    assert [humanline.learning_rate(step, config) for step in (1, 5, 10, 11, 100)] == [0.2, 1.0, 2.0, 2.0, 2.0]
+    config = Config(lr=2.0, warmup=0.1)
+    assert [humanline.learning_rate(step, 100, config) for step in (1, 5, 10, 11, 100)] == [0.2, 1.0, 2.0, 2.0, 2.0]
     cosine = dataclasses.replace(config, schedule="cosine")
-    rates = [humanline.learning_rate(step, cosine) for step in range(10, 101)]
+    rates = [humanline.learning_rate(step, 100, cosine) for step in range(10, 101)]
     assert rates == sorted(rates, reverse=True) and rates[0] == 2.0 and 0 < rates[-1] < 0.01
-    assert humanline.learning_rate(1, dataclasses.replace(config, warmup=0.0)) == 2.0
+    assert humanline.learning_rate(1, 100, dataclasses.replace(config, warmup=0.0)) == 2.0
 
 
 def test_gradients_are_clipped_to_the_norm(run, monkeypatch):

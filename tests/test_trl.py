@@ -1,4 +1,4 @@
-"""The lines of .github/trl.md, run as they stand against the real TRL, which users need not have."""
+"""The lines of configs/trl.md, run as they stand against the real TRL, which users need not have."""
 
 import math
 import re
@@ -16,7 +16,7 @@ K, STEPS = 2, 5
 
 
 def lines() -> str:
-    return re.search(r"```python\n(.*?)```", (ROOT / ".github" / "trl.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    return re.search(r"```python\n(.*?)```", (ROOT / "configs" / "trl.md").read_text(encoding="utf-8"), re.DOTALL)[1]
 
 
 def weights(model) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from bases import character_tokenizer
 from conftest import rows_of, write_jsonl
 
 trl = pytest.importorskip("trl")
@@ -18,7 +19,7 @@ from transformers import TrainerCallback
 from trl.trainer import grpo_trainer
 
 import humanline
-from humanline import LOSSES, Batch, Config, LossInputs, Sequence
+from humanline import LOSSES, Batch, Config, Microbatch, Sequence
 
 # ---------- The loss and its gradient, on random tensors --------------------------------------------------------------
 
@@ -83,8 +84,9 @@ def loss_of_ours(given: Draw, loss_type: str, beta: float, level: str):
     for part in (slice(0, 1), slice(1, None)):
         mask, advantages = given.mask[part], given.advantages[part]
         to_reference, to_old = ((logps - other)[part] * mask for other in (given.ref_logps, given.old_logps))
-        inputs = LossInputs(to_reference, to_old, mask, advantages, advantages > 0, torch.ones(len(mask)), None)
-        loss = loss + humanline.share_of_mean(LOSSES["grpo"].compute(inputs, config), mask, batch, config)
+        x = Microbatch([], mask, None, None, None, None, advantages, advantages > 0, torch.ones(len(mask)), 1)
+        losses = LOSSES["grpo"].compute(x, to_reference, to_old, config)
+        loss = loss + humanline.share_of_mean(losses, x, batch, config)
     return loss.detach(), torch.autograd.grad(loss, logps)[0]
 
 
@@ -234,7 +236,7 @@ class Dealer:
 def both_grpo(monkeypatch, tiny, out, varied, flags: str = "", *, every: int, steps: int, **more):
     """Run GRPO with KL here and in TRL on the same drawings; (weights, metrics) of ours and of TRL's."""
     reward = runpy.run_path(varied.removesuffix(":varied"))["varied"]
-    end, rows = humanline.embedded_tokenizer().eos_token_id, rows_of("prompts", PROMPTS * steps)
+    end, rows = character_tokenizer().eos_token_id, rows_of("prompts", PROMPTS * steps)
 
     dealer = Dealer(end)
     with monkeypatch.context() as patch:
@@ -307,7 +309,7 @@ def test_leaving_out_a_group_without_a_difference_still_steps_to_trls_weights(mo
     (ours, metrics), (theirs, log) = both_grpo(monkeypatch, tiny, tmp_path, varied, every=2, steps=4, beta=0.0,
                                                loss_type="dapo")
     check_same(ours, metrics, theirs, log, 4)
-    of_drawing = [humanline.mean([line["no_difference"] for line in metrics[start : start + 2]]) for start in (0, 2)]
+    of_drawing = [humanline.fmean([line["no_difference"] for line in metrics[start : start + 2]]) for start in (0, 2)]
     assert max(of_drawing) > 0
     assert of_drawing == pytest.approx([log[step]["frac_reward_zero_std"] for step in (0, 2)], abs=1e-6)
 

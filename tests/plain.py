@@ -1,0 +1,250 @@
+"""The method, written plainly: DPO, KTO and GRPO; plain, humanline, humanline with taper; offline and online.
+
+  python tests/plain.py                                             # GRPO, humanline with taper, offline
+  python tests/plain.py --loss dpo --sync-k 4
+  python tests/plain.py --no-humanline --no-taper --sample-every 1  # plain GRPO, online
+
+Start with `train` and `mean_loss`; equations as in arXiv 2509.24207. humanline.py computes the same faster:
+tests/test_plain.py holds it to this, weight for weight. Left out: all that saves memory or time (a policy is
+a whole model), GPUs, ranks, checkpoints, metrics, LoRA, several passes over the data, other data than scored
+completions, other rewards than exact answers, other means than that over tokens.
+"""
+
+import copy
+import json
+import math
+import sys
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+import torch
+import tyro
+from torch.distributions import Beta
+from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.append(".")
+from humanline import seed_for  # of the order of its rows, and of its rejections
+
+@dataclass
+class Settings:
+    loss: str = "grpo"
+    humanline: bool = True
+    sync_k: int = 8
+    perception: str = "clip"
+    log_eps_p: float = -1.5
+    log_eps_r: float = 1.5
+    taper: bool = True
+    ratio: str = "token"
+    kl_beta: float = 0.0
+    sample_every: int = 0
+    temperature: float = 1.0  # offline it stays 1
+    steps: int = 64
+    batch_size: int = 32  # online it counts prompts, for KTO too
+    lr: float = 8e-4
+    adam_eps: float = 1e-8
+config = Settings()
+BETA = 0.1  # of DPO and KTO
+EPSILON = 0.2  # of GRPO
+
+@dataclass
+class Sample:
+    prompt: list[int]
+    completion: list[int]
+    reward: float = 0.0
+    advantage: float = 0.0  # above 0 it is better: chosen, or desirable
+    weight: float = 1.0  # KTO's λ_D, or λ_U = 1
+
+# ---------- The loop ----------------------------------------------------------------------------------------
+def train(policy, tokenizer, rows, draw):
+    """Train the policy in place. Online, draw(policy, tokenizer, row, step) gives a row's rollouts."""
+    reference = frozen(policy)  # π_ref: the policy as of the last sync
+    old_policy = reference  # π_old: it drew the completions; offline the initial policy stands in
+    optimizer = torch.optim.AdamW(policy.parameters(), eps=config.adam_eps, weight_decay=0)
+    size = config.batch_size
+    if not config.sample_every:
+        rows = offline_units(rows, tokenizer)
+    torch.manual_seed(seed_for(0, "order", 0))
+    units = [rows[i] for i in torch.randperm(len(rows))]
+
+    for step in tqdm(range(1, config.steps + 1)):
+        start = (step - 1) * size
+        if config.sample_every and (step - 1) % config.sample_every == 0:
+            old_policy = frozen(policy)
+            here = slice(start, start + config.sample_every * size)
+            units[here] = make_units([draw(policy, tokenizer, row, step) for row in units[here]])
+        batch = sum(units[start : start + size], [])
+        optimizer.zero_grad(set_to_none=False)
+        if batch:
+            mean_loss(policy, old_policy, reference, batch, step).backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        if config.humanline and step % config.sync_k == 0:  # before the update: it lags by one step
+            reference = frozen(policy)
+        warmup = math.ceil(0.1 * config.steps)
+        optimizer.param_groups[0]["lr"] = config.lr * min(1, step / warmup)
+        optimizer.step()
+
+def frozen(model):
+    return copy.deepcopy(model).requires_grad_(False)
+
+# ---------- The method. (N, T) tensors hold zeros outside of the completions --------------------------------
+def mean_loss(policy, old_policy, reference, batch, step):
+    """The mean loss of a batch of samples. DPO: chosen, rejected, chosen, rejected, …"""
+    ids, mask = collate(batch)
+    advantages = torch.tensor([sample.advantage for sample in batch])
+    is_better = advantages > 0
+    ratio_to = reference if config.humanline else old_policy
+
+    # d_t = log π_θ(y_t | x, y_<t) - log π_ref(y_t | x, y_<t)
+    logps = log_probs(policy, ids, mask)
+    d = logps - log_probs(ratio_to, ids, mask)
+    if config.taper:
+        sampler_logps = log_probs(old_policy, ids, mask)
+        weight = taper_weight(logps.detach(), sampler_logps, mask, is_better)
+        d = weight * d + (1 - weight) * d.detach()
+    perceived = perceive(d, mask, step)
+    outcome = perceived.sum(1)
+
+    if config.loss == "dpo":  # -log σ(β (Σ_t d̃ʷ_t - Σ_t d̃ˡ_t))
+        margin = outcome[0::2] - outcome[1::2]
+        return -logsigmoid(BETA * margin).mean()
+    if config.loss == "kto":  # λ_D (1 - σ(β (Σ_t d̃_t - z₀))), undesirable λ_U (1 - σ(β (z₀ - Σ_t d̃_t)))
+        z0 = reference_point(policy, ratio_to, batch, step)
+        gain = torch.where(is_better, outcome - z0, z0 - outcome)
+        weights = torch.tensor([sample.weight for sample in batch])
+        return (weights * torch.sigmoid(-BETA * gain)).mean()
+
+    # -min(A r_t, A clip(r_t, 1-ε, 1+ε)) + β_KL (exp(-d_t) + d_t - 1), r_t = exp(d̃_t)
+    if config.ratio == "sequence":  # GSPO: the mean of d̃_t instead
+        perceived = mask * (outcome / mask.sum(1))[:, None]
+    ratio = perceived.exp()
+    clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
+    advantages = advantages[:, None]
+    losses = -torch.min(advantages * ratio, advantages * clipped)
+    if config.kl_beta:
+        d = logps - log_probs(reference, ids, mask)
+        losses += config.kl_beta * ((-d).exp() + d - 1)
+    return (mask * losses).sum() / mask.sum()
+
+def perceive(d, mask, step):
+    """d̃. Sampling stops a token's gradient if exp(d) < M_P B_P or exp(-d) < M_R B_R."""
+    if not config.humanline:
+        return d
+    if config.perception == "clip":
+        return d.clamp(config.log_eps_p, config.log_eps_r)
+    ratio = d[mask].detach().exp()
+    torch.manual_seed(seed_for(0, "reject", step))
+    is_unlikely = ratio < ratio.max() * Beta(0.5, 1.0).sample(ratio.shape)
+    is_likely = ratio.min() < ratio * Beta(0.01, 1.0).sample(ratio.shape)
+    rejected = mask.clone()
+    rejected[mask] = is_unlikely | is_likely
+    return torch.where(rejected, d.detach(), d)
+
+@torch.no_grad()
+def reference_point(policy, ratio_to, batch, step):
+    """KTO's z₀ = max(0, mean of Σ_t d̃_t), of each prompt with the completion of the next other prompt."""
+    pairs = []
+    for i, sample in enumerate(batch):
+        for other in batch[i:] + batch[:i]:
+            if other.prompt != sample.prompt:
+                pairs.append(Sample(sample.prompt, other.completion))
+                break
+    ids, mask = collate(pairs)
+    d = log_probs(policy, ids, mask) - log_probs(ratio_to, ids, mask)
+    return perceive(d, mask, step).sum(1).mean().clamp(min=0)
+
+def taper_weight(logps, sampler_logps, mask, is_better):
+    """Not the paper's: the gradient of worse completions fades as they get less likely than when drawn."""
+    rise = (sampler_logps - logps).sum(1)
+    surprisal = -sampler_logps.sum(1)
+    average = mask.sum(1) * surprisal.sum() / mask.sum()  # humanline.py: without groups that have no gradient
+    budget = torch.minimum(surprisal, average).clamp(min=1)
+    weight = (1 - rise / budget).clamp(0, 1)
+    weight[is_better] = 1
+    if config.loss == "dpo":
+        rejected = weight[1::2]
+        weight[0::2] = rejected + (1 - rejected) / budget[0::2]
+    return weight[:, None]
+
+def log_probs(model, ids, mask):
+    """log π(y_t | x, y_<t) of softmax(logits / T)."""
+    logits = model(ids).logits[:, :-1] / config.temperature
+    losses = cross_entropy(logits.mT, ids[:, 1:], reduction="none")
+    return -losses * mask
+
+def collate(samples):
+    """Token ids (N, T + 1), and which of the second and later ones are completions' (N, T)."""
+    ids = [torch.tensor(sample.prompt + sample.completion) for sample in samples]
+    mask = [torch.arange(len(row)) >= len(sample.prompt) for row, sample in zip(ids, samples)]
+    return pad_sequence(ids, True), pad_sequence(mask, True)[:, 1:]
+
+# ---------- Rows and rollouts -------------------------------------------------------------------------------
+def offline_units(rows, tokenizer):
+    """The groups (GRPO), pairs (DPO) or single samples (KTO) that the rows' scored completions make."""
+    groups = []
+    for row in rows:
+        prompt = encode(row, tokenizer)
+        completions = tokenizer(row["completions"], add_special_tokens=False).input_ids
+        scored = zip(completions, row["scores"])
+        groups.append([Sample(prompt, ids + [tokenizer.eos_token_id], score) for ids, score in scored])
+    units = make_units(groups)
+    if config.loss == "kto":
+        units = [[sample] for unit in units for sample in unit]
+    return [unit for unit in units if unit]
+
+def encode(row, tokenizer):
+    turn = {"role": "user", "content": row["prompt"]}
+    return tokenizer.apply_chat_template([turn], add_generation_prompt=True).input_ids
+
+def make_units(groups):
+    """The samples of each group that the loss trains on, with A_i = (r_i - mean) / (std + 0.01)."""
+    units = []
+    for group in groups:
+        rewards = [sample.reward for sample in group]
+        for sample in group:
+            sample.advantage = (sample.reward - fmean(rewards)) / (pstdev(rewards) + 0.01)
+        best = rewards.index(max(rewards))
+        worst = rewards.index(min(rewards))
+        if config.loss == "dpo":
+            group = [group[best], group[worst]]
+        if config.loss != "grpo" and best == worst:
+            group = []
+        units.append(group)
+    samples = sum(units, [])
+    better = [sample for sample in samples if sample.advantage > 0]
+    for sample in better:
+        sample.weight = len(samples) / len(better) - 1  # λ_D n_D = λ_U n_U
+    return units
+
+@torch.no_grad()
+def draw(policy, tokenizer, row, step):
+    """Rollouts of a row's prompt, with a reward of 1 for its answer."""
+    prompt = encode(row, tokenizer)
+    rollouts = policy.generate(
+        torch.tensor([prompt]), do_sample=True, top_k=0, temperature=config.temperature,
+        num_return_sequences=8, max_new_tokens=8)
+    group = []
+    for ids in rollouts[:, len(prompt) :].tolist():
+        ids = [token for token in ids if token != tokenizer.pad_token_id]
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        group.append(Sample(prompt, ids, float(text == row["answer"])))
+    return group
+
+def main():
+    policy = AutoModelForCausalLM.from_pretrained("configs/demo/model")
+    tokenizer = AutoTokenizer.from_pretrained("configs/demo/model")
+    rows = [json.loads(line) for line in open("configs/demo/rows.jsonl")]
+    test = [json.loads(line) for line in open("configs/demo/test.jsonl")]
+
+    def pass_at_1():
+        return fmean(sample.reward for row in test[:100] for sample in draw(policy, tokenizer, row, 0))
+
+    print("before:", pass_at_1())
+    train(policy, tokenizer, rows, draw)
+    print("after: ", pass_at_1())
+
+if __name__ == "__main__":
+    config = tyro.cli(Settings)
+    main()

@@ -1,0 +1,204 @@
+"""Changes as a reader of humanline.py would make them: each is one place of its text, and right everywhere."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, gradient, metrics, policy_of, random_batch
+from test_ranks import DRIVER, END, agree, torchrun
+
+import humanline
+from humanline import LOSSES, Loss, best_against_worst
+
+# One place of humanline.py and what stands there instead.
+SIGNED_CLIP = """
+        low = config.log_eps_p
+        high = config.log_eps_r
+""", """
+        low = torch.where(x.is_chosen, -0.2, -0.6)[:, None]
+        high = torch.where(x.is_chosen, 0.6, 0.2)[:, None]
+"""
+ANNEALED_CLIP = """
+        high = config.log_eps_r
+""", """
+        high = config.log_eps_r / x.step
+"""
+METRIC = """
+        "unclamped": (passes, x.mask),
+""", """
+        "unclamped": (passes, x.mask),
+        "grew": (log_ratio > 0, x.mask),
+"""
+DPO_WITH_KL = """
+    return dpo_loss(perceived[0::2], perceived[1::2], config.beta)
+""", """
+    kl = token_kl(d).sum(-1)
+    return dpo_loss(perceived[0::2], perceived[1::2], config.beta) + config.kl_beta * (kl[0::2] + kl[1::2])
+"""
+DPO_SETTINGS = 'best_against_worst, "pair", settings="beta")', 'best_against_worst, "pair", settings="beta kl_beta")'
+BEST_OF_TWO = """
+from transformers import AutoModelForCausalLM
+
+def best_of_two(prompts, settings, count, seed, weights):
+    model = AutoModelForCausalLM.from_pretrained(weights)
+    torch.manual_seed(seed)
+    return [[max(draw(model, ids, settings), draw(model, ids, settings), key=mean) for _ in range(count)] for ids in prompts]
+
+def mean(drawn):
+    ids, logps = drawn
+    return sum(logps) / len(logps)
+
+def draw(model, ids, settings):
+    new, logps = [], []
+    while len(new) < settings["max_new_tokens"] and (not new or new[-1] not in settings["stop_ids"]):
+        with torch.no_grad():
+            of_next = model(torch.tensor([ids + new])).logits[0, -1].log_softmax(-1)
+        new.append(int(of_next.exp().multinomial(1)))
+        logps.append(float(of_next[new[-1]]))
+    return new, logps
+"""
+
+
+def patched(tmp_path: Path, *patches: tuple[str, str]):
+    """humanline.py with these places changed, as a module and as a file of tmp_path."""
+    text = (ROOT / "humanline.py").read_text(encoding="utf-8")
+    for old, new in patches:
+        assert text.count(old) == 1 and new.count("\n") - old.count("\n") <= 5
+        text = text.replace(old, new)
+    path = tmp_path / "humanline.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"changed_{tmp_path.name}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_loss_is_an_entry_of_the_table(tiny, monkeypatch):
+    def ipo(x, d, perceived, config):
+        sums = perceived.sum(-1)
+        return (sums[0::2] - sums[1::2] - 1 / (2 * config.beta)) ** 2
+
+    monkeypatch.setitem(LOSSES, "ipo", Loss(ipo, best_against_worst, "pair", settings="beta"))
+    policy, _, config = policy_of(tiny, loss="ipo", beta=0.5)
+    batch = random_batch("dpo")
+    assert gradient(policy, batch, config).abs().max() > 0
+    sums = []
+    for sequence in batch.sequences:
+        logps = humanline.log_probs(policy, [[sequence]])[0].detach()
+        sums.append(float((logps - sequence.ref_logps).clamp(-1.5, 1.5).sum()))
+    expected = [(chosen - rejected - 1) ** 2 for chosen, rejected in zip(sums[0::2], sums[1::2])]
+    assert humanline.forward_backward(policy, batch, config)["loss"] == pytest.approx(sum(expected) / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+def test_a_clip_whose_bounds_depend_on_is_chosen_is_one_place(tiny, tmp_path, loss):
+    changed = patched(tmp_path, SIGNED_CLIP)
+    policy, _, config = policy_of(tiny, loss=loss)
+    batch = random_batch(loss)
+    report = changed.forward_backward(policy, batch, config)
+
+    def clipped(sequences):
+        """Σ d̃ of each sequence, and whether each token lies below, within or above its bounds."""
+        sums, places = [], []
+        for sequence in sequences:
+            low, high = (-0.2, 0.6) if sequence.is_chosen else (-0.6, 0.2)
+            d = (humanline.log_probs(policy, [[sequence]])[0] - sequence.ref_logps).detach()
+            sums.append(float(d.clamp(low, high).sum()))
+            places += (d > high).int().sub((d < low).int()).tolist()
+        return sums, places
+
+    _, places = clipped(batch.sequences)
+    for name, place in (("clamped_low", -1), ("unclamped", 0), ("clamped_high", 1)):
+        assert 0 < report[name] == pytest.approx(places.count(place) / len(places)), name
+    if loss == "kto":
+        assert {sequence.is_chosen for sequence in batch.mismatched} == {True, False}
+        sums, _ = clipped(batch.mismatched)
+        assert report["z0"] == pytest.approx(max(0, sum(sums) / len(sums)), abs=1e-5)
+
+
+def test_the_mismatched_sequences_of_a_run_have_the_is_chosen_of_their_examples(run, monkeypatch):
+    seen = []
+    forward = humanline.forward_backward
+    monkeypatch.setattr(humanline, "forward_backward",
+                        lambda policy, batch, config: (seen.append(batch), forward(policy, batch, config))[1])
+    run("--loss kto --steps 2 --batch-size 8")
+    for batch in seen:
+        chosen = [(sequence.prompt, sequence.is_chosen) for sequence in batch.sequences]
+        assert [(sequence.prompt, sequence.is_chosen) for sequence in batch.mismatched] == chosen
+
+
+def test_it_is_right_on_two_ranks_sharded_and_on_a_rank_without_work(tiny, data_files, tmp_path):
+    changed = patched(tmp_path, SIGNED_CLIP)
+    common = f"--model {tiny} --data {data_files['groups']} --steps 3 --lr 1e-3 --microbatch-tokens 40".split()
+    cases = [["--loss", "kto", "--batch-size", "5"], ["--loss", "dpo", "--batch-size", "1"]]
+    runs = []
+    for i, case in enumerate(cases):
+        changed.train(changed.parse_config([*common, *case, "--out", str(tmp_path / f"alone{i}")]))
+        for how in ([], ["--shard"]):
+            runs.append([*common, *case, *how, "--out", str(tmp_path / f"ranks{i}{''.join(how)}")])
+    (tmp_path / "driver.py").write_text(DRIVER.replace(str(ROOT), str(tmp_path)) + END)
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    process = torchrun(tmp_path / "driver.py", tmp_path / "runs.json")
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error[-3000:]
+    for i in range(len(cases)):
+        alone = tmp_path / f"alone{i}"
+        for folder in (tmp_path / f"ranks{i}", tmp_path / f"ranks{i}--shard"):
+            agree(alone, folder)
+            for a, b in zip(metrics(alone), metrics(folder), strict=True):
+                names = {"clamped_low", "clamped_high", "unclamped", "z0"} & a.keys()
+                assert {name: b[name] for name in names} == pytest.approx({name: a[name] for name in names}, abs=1e-5)
+                assert a["clamped_low"] + a["clamped_high"] + a["unclamped"] == pytest.approx(1)
+
+
+def test_a_sampler_of_ones_own_is_a_file(run, tmp_path):
+    path = tmp_path / "best.py"
+    path.write_text("import torch\n" + BEST_OF_TWO)
+    folder = run(f"--sample-every 1 --steps 1 --batch-size 2 --sampler {path}:best_of_two")
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    [line] = metrics(folder)
+    assert len(lines) == 8 and line["sampler_gap"] < 1e-4  # what it said of log-probs is true
+
+
+def test_a_metric_is_a_line(tiny, tmp_path):
+    changed = patched(tmp_path, METRIC)
+    policy, _, config = policy_of(tiny, loss="dpo")
+    batch = random_batch("dpo")
+    grew = []
+    for sequence in batch.sequences:
+        grew += (humanline.log_probs(policy, [[sequence]])[0] > sequence.ref_logps).tolist()
+    expected = sum(grew) / len(grew)
+    assert 0 < expected < 1
+    assert changed.forward_backward(policy, batch, config)["grew"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", ["--sync-k 1", "--no-humanline"])
+def test_a_kl_term_in_dpo_is_one_place_and_not_always_0_online(tiny, data_files, varied, tmp_path, mode):
+    changed = patched(tmp_path, DPO_WITH_KL, DPO_SETTINGS)
+    found = []
+    for kl_beta in (0.0, 0.5):
+        out = tmp_path / f"kl{kl_beta}"
+        flags = (f"--model {tiny} --data {data_files['groups']} --loss dpo --sample-every 1 --steps 3 --batch-size 4 "
+                 f"--lr 1e-2 --max-new-tokens 4 --group-size 4 --reward {varied} --kl-beta {kl_beta} {mode}")
+        changed.train(changed.parse_config([*flags.split(), "--out", str(out)]))
+        found.append(metrics(out))
+    without, with_kl = found
+    assert with_kl[0]["kl"] == 0 < min(line["kl"] for line in with_kl[1:])
+    assert with_kl[1]["grad_norm"] != without[1]["grad_norm"]
+
+
+def test_a_clip_that_anneals_is_one_place(tiny, tmp_path):
+    changed = patched(tmp_path, ANNEALED_CLIP)
+    policy, _, config = policy_of(tiny, loss="kto")
+    batch = random_batch("kto")
+    found = {}
+    for step in (1, 3):
+        batch.step = step
+        fixed = humanline.Config(model=tiny, loss="kto", log_eps_r=1.5 / step)
+        found[step] = changed.forward_backward(policy, batch, config)
+        assert found[step] == humanline.forward_backward(policy, batch, fixed)
+    assert found[3]["clamped_high"] > found[1]["clamped_high"]

@@ -1,0 +1,102 @@
+"""The demo: what a newcomer sees who types `python humanline.py`."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, command, metrics
+
+import bases
+import humanline
+
+DEMO = ROOT / "configs" / "demo"
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The command with no arguments, in an empty folder."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    return command(cwd=folder), folder
+
+
+def test_the_command_without_arguments_aligns_a_model_and_suggests_the_baseline(first, monkeypatch):
+    done, folder = first
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    numbers = re.search(r"went from (0\.\d+) to (\d\.\d+), greedy from (0\.\d+) to (\d\.\d+)", last).groups()
+    before, after, greedy_before, greedy_after = map(float, numbers)
+    assert 0.55 <= before <= 0.8 and after >= 0.88 and 0.4 <= greedy_before <= 0.7
+    assert greedy_after >= greedy_before + 0.2  # a skill, which no lower temperature gives
+    [out] = (folder / "runs").iterdir()
+    assert f"the model is in runs/{out.name}/final" in last
+    lines = metrics(out)
+    assert len(lines) == 256 and lines[-1]["accuracy"] == pytest.approx(after, abs=5e-4)
+    monkeypatch.chdir(folder)
+    config = humanline.parse_config(last.split("python humanline.py ")[1].split())
+    assert not config.humanline and config.sync_k == 0 and config.perception == "none" and config.lr == 8e-4
+
+
+def test_its_final_folder_loads_in_plain_transformers_and_adds(first):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    [folder] = (first[1] / "runs").glob("*/final")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    right, rows = 0, [json.loads(line) for line in (DEMO / "test.jsonl").read_text().splitlines()[:50]]
+    for row in rows:
+        chat = [{"role": "user", "content": row["prompt"]}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        answer = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        right += tokenizer.decode(answer, skip_special_tokens=True).strip() == row["answer"]
+    assert right >= 40
+
+
+@pytest.mark.parametrize("flags", ["--steps 1", "--model MODEL --data ROWS --lr 1e-3 --steps 1"])
+def test_the_file_copied_alone_trains_any_model_and_says_what_the_demo_lacks(tmp_path, flags):
+    shutil.copy(ROOT / "humanline.py", tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join((DEMO / "rows.jsonl").read_text().splitlines(keepends=True)[:40]))
+    line = [sys.executable, "humanline.py", *flags.replace("MODEL", str(DEMO / "model")).replace("ROWS", str(rows)).split()]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    if "--model" in flags:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "--model and --data name nothing, and the demo, " in done.stderr
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
+def test_each_loss_has_its_settings_and_a_loss_of_ones_own_those_of_its_unit(loss, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # the demo's files are found from anywhere
+    config = humanline.parse_config(["--loss", loss, "--sync-k", "12"])
+    assert (config.loss, config.sync_k, config.steps, config.max_new_tokens) == (loss, 12, 256, 8)
+    assert config.batch_size == (256 if loss == "kto" else 32) and config.lr == (4e-4 if loss == "kto" else 8e-4)
+    assert Path(config.model) == DEMO / "model" and Path(config.eval_data) == DEMO / "test.jsonl"
+    monkeypatch.setitem(humanline.LOSSES, "mine", humanline.LOSSES[loss])
+    mine = humanline.parse_config(["--loss", "mine"])
+    assert (mine.loss, mine.batch_size, mine.lr) == ("mine", config.batch_size, config.lr)
+
+
+def test_one_of_model_and_data_alone_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given, lacking in (("--model", "--data names nothing"), ("--data", "--model names nothing")):
+        assert humanline.main([given, str(DEMO)]) == 2 and lacking in capsys.readouterr().err
+
+
+def test_the_demo_is_what_its_maker_says():
+    rows, test = ([json.loads(line) for line in (DEMO / f"{name}.jsonl").open()] for name in ("rows", "test"))
+    made, held_out = bases.RECIPES["two-digits"].rows(seed=0)
+    assert [{key: row[key] for key in ("prompt", "answer")} for row in rows] == made and test == held_out
+    assert all(row["scores"] == [float(text == row["answer"]) for text in row["completions"]] for row in rows)
+    assert 0.55 < sum(sum(row["scores"]) for row in rows) / (8 * len(rows)) < 0.8
+
+
+@pytest.mark.slow
+def test_the_demo_made_again_is_the_demo(tmp_path):
+    """Bit for bit on the machine that made it; elsewhere sums may round otherwise."""
+    subprocess.run([sys.executable, str(ROOT / "tests" / "claims" / "bases.py"), str(tmp_path / "again")], check=True)
+    names = ["model/model.safetensors", "model/tokenizer.json", "rows.jsonl", "test.jsonl"]
+    assert all((tmp_path / "again" / name).read_bytes() == (DEMO / name).read_bytes() for name in names)

@@ -1,0 +1,56 @@
+"""What the texts say of the files, the flags and the metrics is so."""
+
+import re
+
+import pytest
+from conftest import ROOT, metrics
+
+import humanline
+
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "tests" / "claims").glob("*.md")), ROOT / "configs" / "trl.md"]
+README = (ROOT / "README.md").read_text()
+METRICS = (ROOT / "tests" / "claims" / "metrics.md").read_text()
+
+
+def prose(text: str) -> str:
+    """A text without its code."""
+    return re.sub(r"`[^`]*`", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path):
+    targets = re.findall(r"\]\(([^)]+)\)", path.read_text())
+    files = [target.partition("#")[0] for target in targets if not target.startswith("http")]
+    assert [file for file in files if not (path.parent / file).exists()] == []
+
+
+def test_every_path_in_the_readme_exists():
+    paths = re.findall(r"(?:configs|tests)/[\w./-]*\w", README)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "tests" / "claims" / "metrics.md"], ids=lambda path: path.name)
+def test_every_flag_in_the_texts_exists(path):
+    known = {name.replace("_", "-") for name in humanline.Config.__dataclass_fields__}
+    known |= {f"no-{name}" for name in known}
+    others = {"extra-index-url", "nproc-per-node", "nproc_per_node", "help", "trl-python", "real", "rounds", "train-steps"}
+    used = set(re.findall(r"--([a-z][\w-]*)", path.read_text()))
+    assert used - known - others == set()
+
+
+def test_the_readme_can_be_read_in_five_minutes():
+    assert len(README.split()) <= 1500
+    assert len(re.findall(r"\d+(?:[.,]\d+)*", prose(README))) <= 60
+    assert [line for line in README.splitlines() if len(line) > 100] == []
+
+
+def test_every_metric_has_its_line_and_every_line_its_metric(run, tmp_path, data_files):
+    runs = [run("--loss kto --taper --eval-every 3 --eval-data " + data_files["prompts"]),
+            run("--loss grpo --taper --sample-every 2", data="prompts"), run("--loss dpo --no-humanline", data="pairs")]
+    logged = {name for folder in runs for line in metrics(folder) for name in line}
+    rows = [row for row in METRICS.splitlines() if row.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert logged <= listed
+    source = (ROOT / "humanline.py").read_text()
+    assert [name for name in listed - logged if name.rpartition("NAME")[0] not in source and f'"{name}"' not in source] == []

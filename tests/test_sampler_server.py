@@ -1,0 +1,514 @@
+"""Rollouts from servers: configs/sampler_server.py against servers of the test's own, which fail in every way."""
+
+import importlib.util
+import json
+import random
+import sys
+import threading
+import time
+import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, metrics, same_weights
+
+from humanline import UserError
+
+FILE = ROOT / "configs" / "sampler_server.py"
+STOP = 3
+SETTINGS = dict(temperature=1.0, top_p=1.0, max_new_tokens=6, stop_ids=[STOP], dtype="float32")
+PROMPTS = [[40, 41, i] for i in range(8)]
+
+
+def pretend(weights: str, prompt: list[int], seed: int, longest: int) -> tuple[list[int], list[float]]:
+    """A completion that shows by which weights it was drawn."""
+    chance = random.Random(f"{weights} {prompt} {seed}")
+    ids = [chance.randrange(8, 90) for _ in range(chance.randint(1, longest))]
+    return (ids if len(ids) == longest else [*ids, STOP]), [-1.0] * (min(len(ids) + 1, longest))
+
+
+def why_ended(ids: list[int]) -> str:
+    return "stop" if ids[-1] == STOP else "length"
+
+
+class Refused(Exception):
+    """An answer other than 200."""
+
+
+class Engine:
+    """An HTTP server that speaks as vLLM and SGLang do. `on` is called before each answer, `change` with it."""
+
+    def __init__(self, port: int = 0, draw=pretend):
+        self.version, self.weights, self.adapters, self.draw = "default", "as it started", {}, draw
+        self.asked: list[tuple[str, dict]] = []
+        self.on = lambda route, body: None
+        self.change = lambda route, answer: answer
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+                status = 200
+                try:
+                    engine.asked.append((self.path, body))
+                    engine.on(self.path, body)
+                    answer = engine.change(self.path, engine.answer(self.path, body))
+                except Refused as error:
+                    status, answer = int(str(error)[:3]), {"error": {"message": str(error)[4:]}}
+                except ConnectionAbortedError:  # killed in the middle: no answer, and the connection closes
+                    self.close_connection = True
+                    return
+                text = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_GET = do_POST
+
+            def log_message(self, *args):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.http.handle_error = lambda *args: None  # of a client that has gone
+        self.port = self.http.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self):
+        self.http.shutdown()
+        self.http.server_close()
+
+    def routes(self) -> list[str]:
+        return [route for route, _ in self.asked]
+
+    def load(self, folder: str) -> str:
+        if not Path(folder).is_dir():
+            raise Refused(f"500 no such folder {folder}")
+        return folder
+
+    def answer(self, route: str, body: dict):
+        if route == "/weight_info":
+            return dict(weight_version=self.version)
+        if route == "/model_info":
+            return dict(model_path="model", weight_version=self.version)
+        if route == "/v1/models":
+            return dict(data=[dict(id=name) for name in ("model", *self.adapters)])
+        if route == "/update_weight_version":
+            self.version = body["new_version"]
+            return dict(success=True, new_version=self.version)
+        if route == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self.weights = self.load(body["kwargs"]["weights_path"])
+            return dict(results=[None])
+        if route == "/reset_prefix_cache":
+            return dict(success=True)
+        if route == "/update_weights_from_disk":
+            self.weights, self.version = self.load(body["model_path"]), body["weight_version"]
+            return dict(success=True, message="")
+        if route in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+            self.adapters[body["lora_name"]] = self.load(body["lora_path"])
+            return "Success" if route.startswith("/v1") else dict(success=True)
+        if route in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):
+            del self.adapters[body["lora_name"]]
+            return "Success" if route.startswith("/v1") else dict(success=True)
+        if route == "/v1/completions":
+            assert body["ignore_eos"] and body["return_token_ids"] and body["logprobs"] == 0
+            weights = self.adapters[body["model"]] if "model" in body else self.weights
+            choices = []
+            for j in range(body["n"]):
+                ids, logps = self.draw(weights, body["prompt"], body["seed"] + j, body["max_tokens"])
+                choices.append(
+                    dict(token_ids=ids, logprobs=dict(token_logprobs=logps), finish_reason=why_ended(ids)))
+            return dict(choices=choices)
+        if route == "/generate":
+            names = body.get("lora_path") or [None] * len(body["input_ids"])
+            answers = []
+            for prompt, params, name in zip(body["input_ids"], body["sampling_params"], names):
+                weights = self.adapters[name] if name else self.weights
+                ids, logps = self.draw(weights, prompt, params["sampling_seed"], params["max_new_tokens"])
+                answers.append(dict(meta_info=dict(
+                    finish_reason=dict(type=why_ended(ids)), weight_version=self.version,
+                    output_token_logprobs=[[logp, token, None] for token, logp in zip(ids, logps)])))
+            return answers
+        raise Refused(f"404 no {route}")
+
+
+@pytest.fixture
+def engines():
+    """engines(2) starts two; engines(1, port=...) one where another was."""
+    started = []
+
+    def start(count: int, **kind) -> list[Engine]:
+        new = [Engine(**kind) for _ in range(count)]
+        started.extend(new)
+        return new
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+def client(monkeypatch):
+    """client(engines) is configs/sampler_server.py with these servers, as a process of the trainer's loads it."""
+    def load(those: list[Engine], scheme: str = ""):
+        monkeypatch.setenv("HUMANLINE_SERVERS", ",".join(scheme + engine.url for engine in those))
+        spec = importlib.util.spec_from_file_location("sampler_server", FILE)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """weights("1") is a folder; weights("2", is_lora=True) one with adapters."""
+    def folder(name: str, is_lora: bool = False) -> str:
+        (tmp_path / name).mkdir()
+        if is_lora:
+            (tmp_path / name / "adapter_config.json").write_text("{}")
+        return str(tmp_path / name)
+
+    return folder
+
+
+def expected(folder: str, seed: int = 7, count: int = 3) -> list:
+    return [[pretend(folder, prompt, seed + i * count + j, 6) for j in range(count)]
+            for i, prompt in enumerate(PROMPTS)]
+
+
+def draw(client, folder: str, seed: int = 7) -> list:
+    return client.sample(PROMPTS, SETTINGS, 3, seed, folder)
+
+
+# What goes well.
+
+DRAWING = "/v1/completions", "/generate"
+
+
+def in_step(*those: Engine) -> None:
+    """They answer when all 8 prompts are under way, so that each gets its share."""
+    barrier = threading.Barrier(8, timeout=20)
+    for engine in those:
+        engine.on = lambda route, body: barrier.wait() if route in DRAWING else None
+
+
+@pytest.mark.parametrize("is_lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("scheme, route", [("", DRAWING[0]), ("sglang+", DRAWING[1])])
+def test_servers_share_prompts_and_get_new_weights_first(engines, client, weights, scheme, route, is_lora):
+    both = engines(2)
+    in_step(*both)
+    sampler = client(both, scheme)
+    first, second = weights("1", is_lora), weights("2", is_lora)
+    assert draw(sampler, first) == expected(first)
+    assert [engine.routes().count(route) for engine in both] == [4, 4]
+    loads = [len(engine.asked) for engine in both]
+    assert draw(sampler, first, seed=8) == expected(first, seed=8)
+    asked = [len(engine.asked) - before for engine, before in zip(both, loads)]
+    assert asked == [6, 6]  # which weights, four prompts, which weights; nothing was loaded
+    assert draw(sampler, second) == expected(second)
+    for engine in both:
+        assert len(engine.adapters) == is_lora  # the old ones are gone
+        prompts = [body.get("prompt") or body["input_ids"][0] for path, body in engine.asked if path == route]
+        assert len(prompts) == 12
+
+
+def test_each_completion_has_a_seed_of_its_own_and_nothing_is_left_to_a_servers_defaults(engines, client, weights):
+    (vllm,), (sglang,) = engines(1), engines(1)
+    folder, greedy = weights("1"), dict(SETTINGS, temperature=0.001)
+    client([vllm]).sample(PROMPTS, greedy, 3, 7, folder)
+    client([sglang], "sglang+").sample(PROMPTS, greedy, 3, 2**40 + 7, folder)
+    asked = {tuple(body["prompt"]): body for route, body in vllm.asked if route == "/v1/completions"}
+    assert [asked[tuple(prompt)]["seed"] for prompt in PROMPTS] == [7 + 3 * i for i in range(8)]
+    assert asked[40, 41, 0] == dict(
+        prompt=[40, 41, 0], n=3, seed=7, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=6,
+        stop_token_ids=[STOP], ignore_eos=True, repetition_penalty=1.0, presence_penalty=0.0,
+        frequency_penalty=0.0, logprobs=0, return_token_ids=True)
+    params = {tuple(body["input_ids"][0]): body["sampling_params"] for route, body in sglang.asked
+              if route == "/generate"}
+    seeds = [one["sampling_seed"] for prompt in PROMPTS for one in params[tuple(prompt)]]
+    assert len(set(seeds)) == 24 and all(0 <= seed < 2**31 for seed in seeds)
+    assert params[40, 41, 0][0]["temperature"] == 0.0
+
+
+# What fails at one server: the others draw its share.
+
+def refuses(status_and_words: str):
+    def on(bad, body):
+        raise Refused(status_and_words)
+    return on
+
+
+def killed(bad, body):
+    if bad.routes().count(DRAWING[0]) > 1:
+        raise ConnectionAbortedError
+
+
+def late(bad, body):
+    time.sleep(1.3)
+
+
+def choice_with(**changes):
+    return lambda answer: answer["choices"][1].update(changes)
+
+
+DRAW, RELOAD, CACHE = DRAWING[0], "/collective_rpc", "/reset_prefix_cache"
+FAILURES = {  # the route that fails; what it does instead of an answer, or to its answer; what is said of it
+    "too long": (DRAW, refuses("400 maximum length is 8"), None, "answered 400: .*maximum length is 8"),
+    "dead": (DRAW, refuses("500 the engine is dead"), None, "answered 500: .*the engine is dead"),
+    "killed": (DRAW, killed, None, "/v1/completions failed: RemoteDisconnected"),
+    "late": (DRAW, late, None, "/v1/completions took longer than 1 s"),
+    "no reload": (RELOAD, refuses("500 no such folder"), None, "/collective_rpc answered 500: .*no such folder"),
+    "no routes": ("/weight_info", refuses("404 Not Found"), None, "/weight_info answered 404"),
+    "cache": (CACHE, None, lambda answer: answer.update(success=False), "/reset_prefix_cache had no success"),
+    "aborted": (DRAW, None, choice_with(finish_reason="abort"), 'a completion ended by "abort"'),
+    "no log-prob": (DRAW, None, choice_with(token_ids=[9] * 6, logprobs=dict(token_logprobs=[-1.0] * 5)),
+                    "6 tokens and 5 log-probs"),
+    "cut": (DRAW, None, choice_with(token_ids=[9] * 4, logprobs=dict(token_logprobs=[-1.0] * 4)),
+            "of 4 tokens ends neither with a stop token"),
+    "empty": (DRAW, None, choice_with(token_ids=[], logprobs=dict(token_logprobs=[])), "of 0 tokens ends neither"),
+    "shapeless": (DRAW, None, choice_with(logprobs=None), "something else"),
+    "one too few": (DRAW, None, lambda answer: answer["choices"].pop(), "it drew 2 completions, not 3"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_server_that_fails_is_left_out_and_the_other_draws_its_share(engines, client, weights, capsys, failure):
+    where, instead, spoil, says = FAILURES[failure]
+    bad, good = engines(2)
+    has_failed = threading.Event()
+    good.on = lambda route, body: has_failed.wait(20) if route == DRAW else None
+
+    def on(route, body):
+        if route == where:
+            if failure != "killed" or bad.routes().count(DRAW) > 1:
+                has_failed.set()
+            if instead:
+                instead(bad, body)
+
+    def change(route, answer):
+        if route == where and spoil:
+            spoil(answer)
+        return answer
+
+    bad.on, bad.change = on, change
+    sampler, folder = client([bad, good]), weights("1")
+    if failure == "late":
+        sampler.DRAW_SECONDS = 1
+    assert draw(sampler, folder) == expected(folder)
+    line = capsys.readouterr().out.strip()
+    assert line.startswith(f"{bad.url}: ") and "\n" not in line and line.endswith("the others drew its share")
+    sampler.servers = sampler.servers[:1]
+    with pytest.raises(RuntimeError, match=f"no server is left. {bad.url}: .*{says}"):
+        draw(sampler, folder)
+
+
+def dead_engine(route, body):
+    if route == DRAW:
+        raise Refused("500 the engine is dead")
+
+
+def test_where_all_servers_are_lost_one_line_names_them(engines, client, weights):
+    refused, dead = engines(2)
+    dead.on = dead_engine
+    refused.close()
+    sampler = client([refused, dead])
+    with pytest.raises(RuntimeError) as raised:
+        draw(sampler, weights("1"))
+    text = str(raised.value)
+    assert f"{refused.url}: " in text and "refused" in text and f"{dead.url}: " in text and "500" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("is_lora", [False, True], ids=["whole", "lora"])
+def test_a_server_that_comes_back_gets_the_weights_before_it_draws(engines, client, weights, is_lora):
+    falls, stays = engines(2)
+    sampler, first, second = client([falls, stays]), weights("1", is_lora), weights("2", is_lora)
+    assert draw(sampler, first) == expected(first)
+    falls.close()
+    assert draw(sampler, first, seed=8) == expected(first, seed=8)
+    (back,) = engines(1, port=falls.port)  # with the weights that it started on
+    in_step(back, stays)
+    assert draw(sampler, first, seed=9) == expected(first, seed=9)
+    assert back.routes().count(DRAW) == 4
+    assert draw(sampler, second) == expected(second)
+
+
+def load_by_hand(engine: Engine, folder: str) -> None:
+    engine.answer("/collective_rpc", dict(method="reload_weights", kwargs=dict(weights_path=folder)))
+    engine.answer("/update_weight_version", dict(new_version="by hand"))
+
+
+def test_what_was_drawn_by_other_weights_is_thrown_away_and_drawn_again(engines, client, weights):
+    (engine,) = engines(1)
+    mine, theirs = weights("mine"), weights("theirs")
+    has_changed = threading.Event()
+
+    def once(route, body):
+        if engine.routes().count(DRAW) >= 3 and not has_changed.is_set():
+            has_changed.set()
+            load_by_hand(engine, theirs)
+
+    engine.on = once
+    assert draw(client([engine]), mine) == expected(mine)
+    assert engine.routes().count(RELOAD) == 2 and engine.routes().count(DRAW) == 16
+
+
+def test_a_server_that_others_load_all_the_time_is_left_out(engines, client, weights):
+    (engine,) = engines(1)
+    mine, theirs = weights("mine"), weights("theirs")
+    engine.on = lambda route, body: load_by_hand(engine, theirs) if route == DRAW else None
+    with pytest.raises(RuntimeError, match=f"{engine.url}: another program puts in its weights again and again"):
+        draw(client([engine]), mine)
+
+
+def test_half_loaded_weights_go_by_no_name_that_a_client_could_take_for_its_own(engines, client, weights):
+    (engine,) = engines(1)
+    draw(client([engine]), weights("1"))
+    name, loading, reload, cache, ready = [route for route in engine.routes() if route != DRAW][:5]
+    assert [name, loading, reload, cache, ready] == [
+        "/weight_info", "/update_weight_version", RELOAD, CACHE, "/update_weight_version"]
+    names = [body["new_version"] for route, body in engine.asked if route == ready]
+    assert len(names) == len(set(names)) == 2 and engine.version == names[1]
+
+
+def test_weights_of_an_earlier_process_are_not_taken_for_those_of_the_same_path(engines, client, weights):
+    (engine,) = engines(1)
+    folder = weights("1")
+    draw(client([engine]), folder)
+    draw(client([engine]), folder)
+    assert engine.routes().count("/collective_rpc") == 2
+
+
+# A run.
+
+def transformers_draws(loaded: dict):
+    """An engine's `draw`: the folder's model, alone or with the folder's adapters on it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    def model_of(folder: str):
+        if Path(folder, "adapter_config.json").exists():
+            from peft import PeftConfig, PeftModel
+
+            base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained(folder).base_model_name_or_path)
+            return PeftModel.from_pretrained(base, folder).eval()
+        return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    lock = threading.Lock()
+
+    @torch.no_grad()
+    def draw(folder: str, prompt: list[int], seed: int, longest: int):
+        with lock:
+            if folder not in loaded:
+                loaded[folder] = model_of(folder)
+        model, generator = loaded[folder], torch.Generator().manual_seed(seed)
+        ids, logps = torch.tensor([prompt]), []
+        while len(logps) < longest and (not logps or ids[0, -1] != STOP):
+            row = model(ids).logits[0, -1].log_softmax(-1)
+            token = torch.multinomial(row.exp(), 1, generator=generator)
+            logps.append(float(row[token]))
+            ids = torch.cat([ids, token[None]], 1)
+        return ids[0, len(prompt) :].tolist(), logps
+
+    return draw
+
+
+FLAGS = f"--sampler {FILE}:sample --sample-every 2 --steps 6"
+
+
+def test_a_run_with_adapters_draws_from_servers_of_both_kinds(run, engines, monkeypatch, tmp_path):
+    pytest.importorskip("peft")
+    loaded = {}
+    both = engines(2, draw=transformers_draws(loaded))
+    in_step(*both)
+    monkeypatch.setenv("HUMANLINE_SERVERS", f"{both[0].url}, sglang+{both[1].url}")
+    lines = metrics(run(f"{FLAGS} --lora 4 --lr 1e-2 --sampler-weights {tmp_path / 'shared'}"))
+    assert_near_at_lag_0(lines)
+    assert {len(engine.adapters) for engine in both} == {1}
+    assert len(loaded) == 3 and all(Path(name).parent.parent == tmp_path / "shared" for name in loaded)
+    assert not list((tmp_path / "shared").iterdir())  # removed with the run
+
+
+def assert_near_at_lag_0(lines: list[dict]) -> None:
+    assert [line["lag"] for line in lines] == [0, 1] * 3
+    assert all(line["sampler_gap"] <= 1e-3 for line in lines[0::2])
+    assert all(line["sampler_gap"] > 1e-3 for line in lines[1::2])
+
+
+def test_a_run_is_the_same_where_servers_fall_come_back_and_get_other_weights(run, engines, monkeypatch, tiny):
+    one, two = engines(2, draw=transformers_draws({}))
+    monkeypatch.setenv("HUMANLINE_SERVERS", f"{one.url},{two.url}")
+    plain = run(FLAGS)
+    assert_near_at_lag_0(metrics(plain))
+    one.asked.clear()
+    two.asked.clear()
+    has_fallen, is_back, has_changed = threading.Event(), threading.Event(), threading.Event()
+
+    def on_one(route, body):
+        if one.routes().count(RELOAD) == 2 and route == DRAW:  # in the second drawing
+            has_fallen.set()
+            raise ConnectionAbortedError
+        if has_fallen.is_set() and not is_back.is_set():
+            one.version, one.weights = "default", tiny
+            is_back.set()
+        if one.routes().count(RELOAD) == 3 and route == DRAW:
+            has_changed.wait(20)
+
+    def on_two(route, body):
+        if route == DRAW and two.routes().count(RELOAD) == 2:
+            has_fallen.wait(20)
+        if route == DRAW and two.routes().count(RELOAD) == 3 and not has_changed.is_set():
+            load_by_hand(two, tiny)
+            has_changed.set()
+
+    one.on, two.on = on_one, on_two
+    disturbed = run(FLAGS)
+    assert is_back.is_set() and has_changed.is_set()
+    assert [line["sampler_gap"] for line in metrics(disturbed)] == [line["sampler_gap"] for line in metrics(plain)]
+    assert same_weights(disturbed, plain)
+
+
+def test_a_run_whose_servers_are_all_lost_ends_with_one_line(run, engines, monkeypatch):
+    (engine,) = engines(1)
+    engine.on = dead_engine
+    monkeypatch.setenv("HUMANLINE_SERVERS", engine.url)
+    with pytest.raises(UserError) as raised:
+        run(f"--sampler {FILE}:sample --sample-every 2 --steps 2")
+    assert engine.url in str(raised.value) and "the engine is dead" in str(raised.value)
+    assert "\n" not in str(raised.value) and "--resume latest" in str(raised.value)
+
+
+# The engine on this machine, as a stand-in for vLLM sees it.
+
+def test_vllm_gets_adapters_beside_the_base_and_under_a_new_number_when_they_change(weights, monkeypatch):
+    asked = []
+
+    class LLM:
+        def __init__(self, model, **room):
+            asked.append((model, room["enable_lora"], room["max_lora_rank"]))
+
+        def generate(self, prompts, params, use_tqdm, lora_request):
+            asked.append(lora_request)
+            return []
+
+    request = types.ModuleType("vllm.lora.request")
+    request.LoRARequest = lambda name, number, path: (number, path)
+    engine = types.ModuleType("vllm")
+    engine.LLM, engine.SamplingParams = LLM, dict
+    modules = {"vllm": engine, "vllm.lora": types.ModuleType("vllm.lora"), "vllm.lora.request": request}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    spec = importlib.util.spec_from_file_location("sampler_vllm", FILE.with_name("sampler_vllm.py"))
+    sampler = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sampler)
+    folders = weights("1", True), weights("2", True)
+    for folder in folders:
+        Path(folder, "adapter_config.json").write_text(json.dumps(dict(r=12, base_model_name_or_path="base")))
+    for folder in (folders[0], folders[0], folders[1]):
+        sampler.sample(PROMPTS, SETTINGS, 3, 7, folder)
+    assert asked == [("base", True, 16), (1, folders[0]), (1, folders[0]), (2, folders[1])]
