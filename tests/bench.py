@@ -8,7 +8,6 @@
   python tests/bench.py --what online                  # offline GRPO with humanline against online GRPO, 256 tokens
   python tests/bench.py --what decoding [--real FOLDER]  # ways to sample: the trainer's, and plain generate
   python tests/bench.py --what lora --real FOLDER      # adapters against all weights; what a moving reference adds
-  python tests/bench.py --what ahead [--real FOLDER]   # --draw-ahead: sampler and trainer on a core each
   python tests/bench.py --gpu                          # GPU sizes: 0.5 B parameters, completions of 256 to 768 tokens
 
 The workload: batches of 8 (pairs, examples, or one group of 8 samples), prompts of 64 tokens, completions of 64 to 192
@@ -248,66 +247,6 @@ def lora(folder: Path, load: Workload, real: str | None, rounds: int) -> None:
     table(rows)
 
 
-ENGINE = """
-import sys
-sys.path.insert(0, {root!r})
-import torch, humanline
-model = None
-
-def draw(prompts, settings, count, seed, weights):
-    global model
-    from safetensors.torch import load_file
-    if model is None:
-        config = humanline.Config(model=weights, dtype={dtype!r}, compile=False)
-        model = humanline.load_policy(config, torch.device("cpu"))[0]
-    model.load_state_dict(load_file(weights + "/model.safetensors"), strict=False)
-    config = humanline.Config(model=weights, max_new_tokens=settings["max_new_tokens"])
-    repeated = [prompt for prompt in prompts for _ in range(count)]
-    drawn = []
-    for start in range(0, len(repeated), {calls}):
-        drawn += humanline.sample(model, repeated[start : start + {calls}], settings["stop_ids"], 0, config, seed + start)
-    return [drawn[start : start + count] for start in range(0, len(drawn), count)]
-"""
-
-
-def ahead(folder: Path, real: str | None, rounds: int) -> None:
-    """Online GRPO drawn every 8 steps by a process of one thread, trained in one of one thread, in turn and at once.
-
-    The overlap is what drawing ahead saves, as a share of the shorter of the two: all of the drawings but the first, or
-    all of the training but that after the last drawing."""
-    every, steps = (8, 64) if not real else (4, 32)
-    dtype = "mixed" if real else "float32"
-    (folder / "engine.py").write_text(ENGINE.format(root=str(ROOT), dtype=dtype, calls=32 if real else 2048))
-    flags = f"--sample-every {every} --steps {steps} --sampler {folder}/engine.py:draw --save-every 0 --eval-every 0"
-    if real:
-        flags += (f" --model {real} --data {ROOT}/configs/topics.jsonl --eval-data {ROOT}/configs/topics-test.jsonl"
-                  f" --reward {ROOT}/configs/rewards.py:ends_with_question --max-new-tokens 32 --lr 2e-5 --batch-size 4"
-                  " --prompt-template \"Ask me one question about a {topic}.\" --eval-samples 4")
-    runs = {"in turn": [], "at once": []}
-    for number in range(rounds):
-        for name, more in (("in turn", ""), ("at once", " --draw-ahead")):
-            with tempfile.TemporaryDirectory() as out:
-                command = [sys.executable, str(ROOT / "humanline.py"), *shlex.split(flags + more)]
-                measured([*command, "--seed", str(number), "--out", f"{out}/run"], dict(OMP_NUM_THREADS="1"))
-                runs[name].append([json.loads(line) for line in Path(out, "run", "metrics.jsonl").open()])
-    rows = [["online GRPO", f"{steps} steps", "drawing waited for", "training", "reward before, after", "overlap"]]
-    total = lambda lines, key: sum(line[key] for line in lines)
-    shorter = []
-    for lines in runs["in turn"]:
-        training = [line["step_seconds"] - line["sample_seconds"] for line in lines]
-        shorter.append(min(total(lines[1:], "sample_seconds"), sum(training[:-every])))
-    for name, found in runs.items():
-        wall, drawing = ([total(lines, key) for lines in found] for key in ("step_seconds", "sample_seconds"))
-        saved = [(total(a, "step_seconds") - total(b, "step_seconds")) / least
-                 for a, b, least in zip(runs["in turn"], found, shorter)]
-        reward = [statistics.mean(values) for values in zip(*((line[0]["accuracy_before"], line[-1]["accuracy"])
-                                                              for line in found))]
-        rows.append([name, f"{statistics.median(wall):.1f} s", f"{statistics.median(drawing):.1f} s",
-                     f"{statistics.median([a - b for a, b in zip(wall, drawing)]):.1f} s",
-                     f"{reward[0]:.3f}, {reward[1]:.3f}", f"{statistics.median(saved):.0%}" if name != "in turn" else ""])
-    table(rows)
-
-
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
     """Operations per second of a large matrix multiplication."""
     size, best = 8192 if device == "cuda" else 2048, math.inf
@@ -472,7 +411,7 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
     table(rows)
 
 
-def main(what: Literal["steps", "overhead", "online", "decoding", "lora", "ahead"] = "steps",
+def main(what: Literal["steps", "overhead", "online", "decoding", "lora"] = "steps",
          losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None,
          old: Path | None = None, gpu: bool = False, train_steps: int = 8, real: str | None = None) -> None:
     """Measure, and print a table.
@@ -485,7 +424,7 @@ def main(what: Literal["steps", "overhead", "online", "decoding", "lora", "ahead
         old: a checkout to compare with, in the place of TRL.
         gpu: GPU sizes.
         train_steps: steps of each run, of which the first two do not count.
-        real: the folder of a real model, for steps, decoding, lora and ahead; without it a random one or the
+        real: the folder of a real model, for steps, decoding and lora; without it a random one or the
             demo's.
     """
     global GPU
@@ -504,7 +443,6 @@ def main(what: Literal["steps", "overhead", "online", "decoding", "lora", "ahead
         elif what != "ahead":
             write_workload(folder, load)
         {"lora": lambda: lora(folder, load, real, rounds),
-         "ahead": lambda: ahead(folder, real, rounds),
          "online": lambda: online(folder, load, rounds),
          "decoding": lambda: decoding(folder, load, rounds, real),
          "steps": lambda: against(folder, load, losses, rounds, old) if old else steps(

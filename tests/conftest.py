@@ -176,6 +176,11 @@ def policy_of(tiny: str, **settings):
     return policy, tokenizer, config
 
 
+def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
+    [[ids]] = humanline.encode_dialogues(tokenizer, [humanline.Row("", messages, {})])
+    return ids
+
+
 def double(policy, batch: Batch) -> None:
     """Everything in float64."""
     policy.double()

@@ -117,8 +117,6 @@ def mean_loss(policy, old_policy, reference, batch, step):
         return (weights * torch.sigmoid(-BETA * gain)).mean()
 
     # -min(A r_t, A clip(r_t, 1-ε, 1+ε)) + β_KL (exp(-d_t) + d_t - 1), r_t = exp(d̃_t)
-    if config.ratio == "sequence":  # GSPO: the mean of d̃_t instead
-        perceived = mask * (outcome / mask.sum(1))[:, None]
     ratio = perceived.exp()
     clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
     advantages = advantages[:, None]

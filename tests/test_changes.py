@@ -40,25 +40,15 @@ DPO_WITH_KL = """
 """
 DPO_SETTINGS = 'best_against_worst, "pair", settings="beta")', 'best_against_worst, "pair", settings="beta kl_beta")'
 BEST_OF_TWO = """
-from transformers import AutoModelForCausalLM
+def best_of_two(run):
+    mean = lambda drawn: sum(drawn[1]) / len(drawn[1])
 
-def best_of_two(prompts, settings, count, seed, weights):
-    model = AutoModelForCausalLM.from_pretrained(weights)
-    torch.manual_seed(seed)
-    return [[max(draw(model, ids, settings), draw(model, ids, settings), key=mean) for _ in range(count)] for ids in prompts]
+    def draw(prompts, count, step, greedy):
+        twice = [group for group in prompts for _ in range(2 * count)]
+        drawn = run.sampler.draw(twice, run.sampler.plan_calls(twice), step, greedy)
+        return [max(drawn[i], drawn[i + 1], key=mean) for i in range(0, len(twice), 2)]
 
-def mean(drawn):
-    ids, logps = drawn
-    return sum(logps) / len(logps)
-
-def draw(model, ids, settings):
-    new, logps = [], []
-    while len(new) < settings["max_new_tokens"] and (not new or new[-1] not in settings["stop_ids"]):
-        with torch.no_grad():
-            of_next = model(torch.tensor([ids + new])).logits[0, -1].log_softmax(-1)
-        new.append(int(of_next.exp().multinomial(1)))
-        logps.append(float(of_next[new[-1]]))
-    return new, logps
+    return draw
 """
 
 
@@ -157,7 +147,7 @@ def test_it_is_right_on_two_ranks_sharded_and_on_a_rank_without_work(tiny, data_
 
 def test_a_sampler_of_ones_own_is_a_file(run, tmp_path):
     path = tmp_path / "best.py"
-    path.write_text("import torch\n" + BEST_OF_TWO)
+    path.write_text(BEST_OF_TWO)
     folder = run(f"--sample-every 1 --steps 1 --batch-size 2 --sampler {path}:best_of_two")
     lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     [line] = metrics(folder)

@@ -55,8 +55,8 @@ def test_a_config_file_sets_defaults_and_flags_override_it(tmp_path, form):
 
 def test_every_setting_survives_the_runs_config_file(tmp_path):
     special = dict(
-        loss="grpo", perception="sample", dtype="mixed", ratio="sequence", average="constant", schedule="cosine",
-        track="wandb", sampler="vllm", draw_ahead=True, sample_every=2, model="some/model", data=("a b.jsonl", 'q"uo'),
+        loss="grpo", perception="sample", dtype="mixed", average="constant",
+        track="wandb", sampler="a.py:f", sample_every=2, model="some/model", data=("a b.jsonl", 'q"uo'),
         reward=("exact", "b.py:f=0.5"), log_eps_p=-float("inf"), log_eps_r=float("inf"), top_p=0.5, warmup=0.5,
         system='emoji 🙂, "quote" \\ \n\t 汉字', prompt_template="é {prompt}", humanline=False)
     left = {"config", "out", "resume", "lora", "beta", "desirable_weight", "undesirable_weight", *special}

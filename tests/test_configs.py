@@ -115,7 +115,7 @@ def test_a_config_says_what_it_is_and_builds_its_run_on_small_stand_ins(file, st
         return  # as k12
     length = "def length(prompts, completions, rows):\n    return [len(text) for text in completions]\n"
     (tmp_path / "judge.py").write_text(length)
-    is_missing = lambda reward: reward.startswith("model:") or (
+    is_missing = lambda reward: "model_reward" in reward or (
         "sentiment" in reward and not importlib.util.find_spec("vaderSentiment"))
     rewards = [f"{tmp_path}/judge.py:length" if is_missing(reward) else reward for reward in config.reward]
     data = [rows[name.split(":")[0]] for name in config.data]

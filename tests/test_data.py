@@ -24,8 +24,8 @@ def sampler_of(tiny, **settings):
 
 
 def units(loss, *groups):
-    humanline.make_sequences(groups, Config(loss=loss))
-    return [unit for group in groups for unit in LOSSES[loss].make_units(group)]
+    humanline.make_units(groups, Config(loss=loss))
+    return [unit for group in groups for unit in group.units]
 
 
 def chosen(loss, group):
@@ -130,9 +130,6 @@ PUBLISHED = {  # name: (row, prompt, completions, rewards)
                 [USER("Hi"), ASSISTANT("Hello!"), USER("Old?")], ["Quite.", "No."], [1.0, 0.0]),
     "TRL DPO standard": (
         {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
-        [USER("The sky is")], [" blue.", " green."], [1.0, 0.0]),
-    "TRL DPO standard, implicit": (
-        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
         [USER("The sky is")], [" blue.", " green."], [1.0, 0.0]),
     "TRL DPO conversational": (
         {"prompt": [USER("Sky?")], "chosen": [ASSISTANT("Blue.")], "rejected": [ASSISTANT("Green.")]},

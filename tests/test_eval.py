@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, metrics, rows_of, write_jsonl
+from conftest import encode_prompt, ROOT, metrics, rows_of, write_jsonl
 
 import eval as evaluation
 import humanline
@@ -157,7 +157,7 @@ def test_greedy_answers_are_the_likeliest_and_nothing_is_written_over(ask, tiny,
     assert told(one, "greedy") == told(two, "greedy") and told(one, "sampled") != told(two, "sampled")
     policy, tokenizer = humanline.load_policy(humanline.Config(model=tiny), torch.device("cpu"))
     for line in [line for line in one if line["kind"] == "greedy"][:5]:
-        ids = humanline.encode_prompts(tokenizer, [line["prompt"]])[0]
+        ids = encode_prompt(tokenizer, line["prompt"])
         for _ in range(line["tokens"]):
             ids.append(int(policy(torch.tensor([ids])).logits[0, -1].argmax()))
         assert tokenizer.decode(ids[-line["tokens"] :], skip_special_tokens=True) == line["completion"]

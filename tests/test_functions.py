@@ -428,7 +428,6 @@ PASTED = {
     "group_advantages": lambda: [(normal(0, 8), torch.tensor([3, 1, 3, 3, 1, 5, 1, 3]))],
     "grpo_loss": lambda: [(normal(0, 4, 9), normal(1, 4, 9), normal(2, 4)),
                           (normal(0, 4, 9), normal(1, 4, 9), normal(2, 4), 0.3, 0.1)],
-    "sequence_log_ratio": lambda: [(normal(0, 4, 9), normal(1, 4, 9) > 0)],
     "taper_weight": lambda: [(normal(0, 4, 9), -normal(2, 4, 9).abs(), normal(3, 4, 9) > 0, normal(1, 4) > 0, 0.7)],
     "token_kl": lambda: [(normal(0, 4, 9),)],
     "token_logps": lambda: [(*parameters()[:2], LABELS), (*parameters()[:2], LABELS, parameters()[2], 2.0, 5)],

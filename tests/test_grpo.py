@@ -10,7 +10,7 @@ import torch
 from conftest import double, gradient, logps_of, metrics, policy_of, random_batch, same_weights, timeless
 
 import humanline
-from humanline import Config, Group, group_advantages, grpo_loss, sequence_log_ratio
+from humanline import Config, Group, group_advantages, grpo_loss
 
 PLAIN = "--no-humanline --sample-every 4"
 
@@ -112,24 +112,11 @@ def test_epsilon_high_is_the_upper_end_alone():
     assert torch.equal(grpo_loss(D, D, ADVANTAGES, 0.1), grpo_loss(D, D, ADVANTAGES, 0.1, epsilon_high=0.1))
 
 
-def test_a_sequences_ratio_is_the_geometric_mean_of_its_tokens():
-    mask = torch.tensor([[0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0]]).bool()
-    d = (D * mask).requires_grad_()
-    means = sequence_log_ratio(d, mask)
-    for i in range(3):
-        length = int(mask[i].sum())
-        ratio = math.prod(math.exp(x) for x in d[i][mask[i]].tolist()) ** (1 / length)
-        assert means[i][mask[i]].exp().tolist() == pytest.approx([ratio] * length)
-    assert (means[~mask] == 0).all() and torch.isfinite(means).all()
-    means.sum().backward()
-    assert d.grad[mask].tolist() == pytest.approx([1.0] * int(mask.sum()))
-
-
 def test_dr_grpo_has_no_division_by_the_deviation_nor_by_a_sequences_length(tiny):
     rewards, ids = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long)
     assert group_advantages(rewards, ids, scale=False).tolist() == [0.75, -0.25, -0.25, -0.25]
     group = Group(0, [1], [[2]] * 4, rewards.tolist())
-    humanline.make_sequences([group], Config(scale_rewards=False))
+    humanline.make_units([group], Config(scale_rewards=False))
     assert [s.advantage for s in group.sequences] == [0.75, -0.25, -0.25, -0.25]
     batch = random_batch("grpo")
     x = humanline.make_microbatch([[s] for s in batch.sequences], torch.device("cpu"))
@@ -138,15 +125,14 @@ def test_dr_grpo_has_no_division_by_the_deviation_nor_by_a_sequences_length(tiny
     assert float(mean_loss) == pytest.approx(float((losses * x.mask).sum() / (8 * 16)))
 
 
-@pytest.mark.parametrize("flags", ["--epsilon-high 0.5 --epsilon 0.001", "--no-scale-rewards", "--average constant",
-                                   "--ratio sequence"])
+@pytest.mark.parametrize("flags", ["--epsilon-high 0.5 --epsilon 0.001", "--no-scale-rewards", "--average constant"])
 @pytest.mark.parametrize("mode", ["--sync-k 3", PLAIN])
 def test_each_knob_acts_in_a_run(run, flags, mode):
     plain = f"{mode} --epsilon 0.001" if "epsilon" in flags else mode
     assert not same_weights(run(plain), run(f"{mode} {flags}"))
 
 
-@pytest.mark.parametrize("more", [dict(ratio="sequence"), dict(average="constant"), dict(epsilon_high=0.3)])
+@pytest.mark.parametrize("more", [dict(average="constant"), dict(epsilon_high=0.3)])
 def test_cutting_into_microbatches_changes_no_knob(tiny, more):
     policy, _, config = policy_of(tiny, max_new_tokens=8, **more)
     batch = random_batch("grpo")
@@ -199,7 +185,7 @@ def test_one_reward_is_the_reward_and_has_no_second_name(run):
     assert not any(name.startswith("reward_") and name != "reward_std" for line in metrics(run("--sample-every 1")) for name in line)
 
 
-@pytest.mark.parametrize("spec, weight", [("exact", 1), ("math=8", 8), ("a/b.py:f=0.5", 0.5), ("model:x/y=-1", -1)])
+@pytest.mark.parametrize("spec, weight", [("exact", 1), ("math=8", 8), ("a/b.py:f=0.5", 0.5), ("c.py:g=-1", -1)])
 def test_a_weight_stands_behind_the_name(spec, weight):
     assert humanline.split_reward(spec) == (spec.split("=")[0], weight)
 

@@ -118,16 +118,11 @@ def test_an_adapter_checkpoint_holds_no_base_weights_and_resumes_bit_for_bit(run
         assert timeless(whole)[step:] == timeless(resumed)
 
 
-def test_adapters_are_not_resumed_on_another_base(run, tiny, tmp_path):
+def test_adapters_are_resumed_with_their_own_rank_alone(run, tiny, tmp_path):
     model = str(tmp_path / "model")
     shutil.copytree(tiny, model)
     folder = run(f"{LORA} --model {model} --steps 4 --save-every 2")
     run(f"{LORA} --model {model} --steps 4 --resume {folder}/checkpoint/step-00000002", out=str(tmp_path / "same"))
-    other = AutoModelForCausalLM.from_pretrained(model)
-    other.model.layers[1].mlp.up_proj.weight.data *= 1.001
-    other.save_pretrained(model)
-    with pytest.raises(humanline.UserError, match="the run began with other weights than those that .* now holds"):
-        run(f"{LORA} --model {model} --steps 4 --resume {folder}/checkpoint/step-00000002")
     with pytest.raises(humanline.UserError, match="the run has --lora 4, not 8"):
         run(f"--lora 8 --model {model} --steps 4 --resume {folder}/checkpoint/step-00000002")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics, write_jsonl
+from conftest import encode_prompt, metrics, write_jsonl
 from test_command_line import complaint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (AutoModelForCausalLM, AutoTokenizer, CohereConfig, FalconConfig, Gemma2Config, GemmaTokenizer,
@@ -313,7 +313,7 @@ def encoded(path: str, row: dict, **settings):
 
 
 def encoded_prompts(tokenizer, *texts: str) -> list[list[int]]:
-    return humanline.encode_prompts(tokenizer, [[{"role": "user", "content": text}] for text in texts])
+    return [encode_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -462,20 +462,13 @@ def test_a_space_before_an_answer_is_a_part_of_it(folder, tmp_path):
     assert tokenizer.decode(group.completions[0]).startswith(" 3+4")
 
 
-def test_what_a_template_is_told_reaches_the_prompts_and_the_final_folder(folder, rows, tmp_path):
+def test_what_a_template_is_told_reaches_the_prompts(folder, tmp_path):
     settings = dict(template_values='{"enable_thinking": false, "more": {"none": null, "text": "é"}}')
     _, tokenizer, _ = with_template(folder, "qwen3", QWEN3_TEMPLATE, tmp_path / "model", **settings)
     assert tokenizer.decode(encoded_prompts(tokenizer, "a")[0]).endswith("assistant\n<think>\n\n</think>\n\n")
-    told = '{"enable_thinking":false}'
-    out = train(str(tmp_path / "model"), rows, tmp_path / "out", f"--steps 1 --template-values {told}")
-    _, kept, _ = load(str(out / "final"))
-    assert encoded_prompts(kept, "a") == encoded_prompts(tokenizer, "a")
-    _, changed, _ = load(str(out / "final"), template_values='{"enable_thinking": true}')
-    assert changed.decode(encoded_prompts(changed, "a")[0]).endswith("assistant\n")
-    with pytest.raises(humanline.UserError, match="--template-values a=1: .*write a JSON object"):
-        load(str(tmp_path / "model"), template_values="a=1")
-    with pytest.raises(humanline.UserError, match="has no chat template"):
-        load(folder("gpt2"), **settings)
+    for values, model, says in (("a=1", str(tmp_path / "model"), "Expecting value"), (settings["template_values"], folder("gpt2"), "has no template")):
+        with pytest.raises(humanline.UserError, match=says):
+            load(model, template_values=values)
 
 
 def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow(folder, tmp_path):

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,8 +27,7 @@ spec.loader.exec_module(math_reward)
 
 
 def load(reward: str, **settings) -> humanline.Reward:
-    policy = SimpleNamespace(device=torch.device("cpu"), is_mixed=False)
-    return humanline.Reward(reward, Config(**settings), policy)
+    return humanline.Reward(reward, Config(**settings))
 
 
 def process_number(reward: humanline.Reward) -> int:
@@ -344,7 +342,7 @@ def test_the_process_ends_with_a_trainer_that_is_killed_even_amid_a_call(user_fi
     source = f"""
 import humanline, torch
 config = humanline.Config(reward_seconds=500.0)
-humanline.Reward("{user_files}/light-weight.py:trouble", config, None)([[]], ["hang"], [{{}}])
+humanline.Reward("{user_files}/light-weight.py:trouble", config)([[]], ["hang"], [{{}}])
 """
     trainer = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT)
     while not (user_files / "pids").exists() or not (user_files / "pids").read_text():
@@ -396,64 +394,31 @@ def by_hand(folder: str) -> list[float]:
     return logits
 
 
-@pytest.mark.parametrize("tokens", [1, 60, 10_000])
-def test_a_reward_models_score_does_not_depend_on_the_batch(reward_model, tokens):
-    scores = load(f"model:{reward_model}", microbatch_tokens=tokens)([PROMPT] * 5, COMPLETIONS, [{}] * 5)
-    assert scores == pytest.approx(by_hand(reward_model), abs=1e-5) and len(set(scores)) == 5
+def score(monkeypatch, folder: str, completions: list[str] = COMPLETIONS) -> list:
+    monkeypatch.setenv("REWARD_MODEL", str(folder))
+    reward = load(f"{ROOT}/configs/model_reward.py:score", reward_seconds=60.0)
+    return reward([PROMPT] * len(completions), completions, [{}] * len(completions))
 
 
-def test_a_reward_model_needs_neither_padding_nor_a_chat_template(reward_model, tmp_path, capsys):
+def test_a_reward_models_score_is_its_logit_of_each_dialogue_alone(reward_model, monkeypatch, capsys):
+    scores = score(monkeypatch, reward_model, [*COMPLETIONS, "x" * 100])  # the last is beyond its positions
+    assert scores[:-1] == pytest.approx(by_hand(reward_model), abs=1e-5) and scores[-1] is None
+    assert "1 of 6 samples failed" in warnings(capsys)[0] and len(set(scores)) == 6
+
+
+def test_a_reward_model_needs_neither_padding_nor_a_chat_template(reward_model, tmp_path, monkeypatch, capsys):
     shutil.copytree(reward_model, tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": None}))
-    samples = [PROMPT] * 5, COMPLETIONS, [{}] * 5
-    assert load(f"model:{tmp_path / 'model'}")(*samples) == pytest.approx(by_hand(reward_model), abs=1e-5)
     (tmp_path / "model" / "chat_template.jinja").unlink()
     plain = by_hand(str(tmp_path / "model"))
-    assert load(f"model:{tmp_path / 'model'}")(*samples) == pytest.approx(plain, abs=1e-5)
+    assert score(monkeypatch, tmp_path / "model") == pytest.approx(plain, abs=1e-5)
     assert plain != by_hand(reward_model) and not warnings(capsys)
 
 
-def test_a_reward_model_may_bring_code_that_imports_what_transformers_5_has_no_more(reward_model, tmp_path):
-    folder = tmp_path / "model"  # as ArmoRM's code does
-    shutil.copytree(reward_model, folder)
-    settings = json.loads((folder / "config.json").read_text())
-    settings["auto_map"] = {"AutoModelForSequenceClassification": "theirs.Theirs"}
-    (folder / "config.json").write_text(json.dumps(settings))
-    (folder / "theirs.py").write_text(
-        "from transformers import LlamaForSequenceClassification\n"
-        "from transformers.models.llama.modeling_llama import LLAMA_INPUTS_DOCSTRING\n"
-        "from transformers.utils import add_start_docstrings_to_model_forward\n\n"
-        "class Theirs(LlamaForSequenceClassification):\n"
-        "    @add_start_docstrings_to_model_forward(LLAMA_INPUTS_DOCSTRING)\n"
-        "    def forward(self, *args, **more):\n"
-        "        out = super().forward(*args, **more)\n"
-        "        out.score = out.logits + 100\n"
-        "        return out\n")
-    scores = load(f"model:{folder}", trust_remote_code=True)([PROMPT] * 5, COMPLETIONS, [{}] * 5)
-    assert scores == pytest.approx([100 + value for value in by_hand(reward_model)], abs=1e-4)
-
-
-def test_a_reward_models_own_score_goes_before_its_logits(reward_model, monkeypatch):
-    from transformers import LlamaForSequenceClassification
-
-    forward = LlamaForSequenceClassification.forward
-
-    def scored(self, *args, **kwargs):
-        out = forward(self, *args, **kwargs)
-        out.score = out.logits + 100  # as ArmoRM does
-        return out
-
-    expected = by_hand(reward_model)
-    monkeypatch.setattr(LlamaForSequenceClassification, "forward", scored)
-    scores = load(f"model:{reward_model}")([PROMPT] * 5, COMPLETIONS, [{}] * 5)
-    assert scores == pytest.approx([100 + value for value in expected], abs=1e-4)
-
-
-def test_a_dialogue_beyond_the_reward_models_positions_fails_alone(reward_model, capsys):
-    scores = load(f"model:{reward_model}", reward_failed=-9.0)([PROMPT] * 2, ["2", "x" * 100], [{}] * 2)
-    assert scores == [pytest.approx(by_hand(reward_model)[0], abs=1e-5), None]
-    assert "1 of 2 samples failed" in warnings(capsys)[0]
+def test_a_language_model_is_no_reward_model(tiny, monkeypatch):
+    with pytest.raises(UserError, match="has no score.weight"):
+        score(monkeypatch, tiny)
 
 
 # Runs.
@@ -463,16 +428,15 @@ def sums(tmp_path) -> str:
     return write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(8)])
 
 
-@pytest.mark.parametrize("reward", ["exact", "math", "model", "function"])
-def test_training_takes_each_reward(tiny, reward_model, user_files, sums, tmp_path, reward):
-    name = {"model": f"model:{reward_model}", "function": f"{user_files}/light-weight.py:trouble"}.get(reward, reward)
+@pytest.mark.parametrize("reward", ["exact", "math", "function"])
+def test_training_takes_each_reward(tiny, user_files, sums, tmp_path, reward):
+    name = {"function": f"{user_files}/light-weight.py:trouble"}.get(reward, reward)
     flags = (f"--model {tiny} --data {sums} --reward {name} --sample-every 2 --steps 3 --batch-size 2 --group-size 3 "
              f"--max-new-tokens 4 --lr 1e-2 --eval-data {sums} --eval-every 2 --out {tmp_path / 'out'}")
     humanline.train(humanline.parse_config(flags.split()))
     lines = metrics(tmp_path / "out")
     assert len(lines) == 3 and all("reward" in line for line in lines) and "accuracy" in lines[1]
     assert all(line["reward"] == 1.0 if reward == "function" else abs(line["reward"]) < 100 for line in lines)
-    assert reward != "model" or any(line["grad_norm"] > 0 for line in lines)
 
 
 def test_a_reward_that_fails_after_the_first_rollouts_does_not_stop_a_run(run, tmp_path, capsys):
@@ -486,14 +450,13 @@ def test_a_reward_that_fails_after_the_first_rollouts_does_not_stop_a_run(run, t
 
 
 @pytest.mark.parametrize("reward, expected", [
-    ("maht", r"--reward maht: write exact, math, model:NAME or FILE.py:function"),
+    ("maht", r"--reward maht: write exact, math or FILE.py:function"),
     ("rewards.py", r"--reward rewards.py: write exact, math"),
-    ("missing.py:f", r"--reward missing.py:f: .*No such file.*missing.py.*or write FILE.py:function"),
+    ("missing.py:f", r"--reward missing.py:f: .*No such file.*missing.py.*; write FILE.py:function"),
     ("empty.py:f", r"--reward empty.py:f: AttributeError: .*no attribute 'f'"),
     ("broken.py:f", r"--reward broken.py:f: ModuleNotFoundError: No module named 'nothing_like_it'"),
     ("syntax.py:f", r"--reward syntax.py:f: SyntaxError"),
-    ("model:missing", r"--reward model:missing: .*name a Hugging Face sequence classifier"),
-    ("model:TINY", r"it has no score.weight; name a Hugging Face sequence classifier"),
+    ("model:tiny", r"--reward model:tiny: .*a reward model is configs/model_reward.py:score"),
     ("math", r"rows.jsonl row 2: no answer and no solution; --reward math"),
     ("exact", r"rows.jsonl row 2: no answer; --reward exact"),
 ])
@@ -503,7 +466,7 @@ def test_a_reward_that_cannot_be_is_one_line_before_training(tiny, tmp_path, mon
         (tmp_path / f"{name}.py").write_text(text)
     write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "b"}])
     flags = f"--model {tiny} --data rows.jsonl --sample-every 1 --max-new-tokens 4 --out out --reward"
-    assert humanline.main([*flags.split(), reward.replace("TINY", tiny)]) == 2
+    assert humanline.main([*flags.split(), reward]) == 2
     error = capsys.readouterr().err
     assert re.search(expected, error) and error.startswith("humanline.py: error: ") and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -518,7 +481,7 @@ def test_mathematics_that_is_not_installed_is_one_line(monkeypatch, tmp_path):
 
 
 def test_offline_training_loads_no_reward(run):
-    run("--steps 2 --reward model:missing")
+    run("--steps 2 --reward missing.py:f")
 
 
 def test_rewards_settings_are_checked():

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import metrics, random_batch, same_weights, timeless, write_jsonl
+from conftest import encode_prompt, metrics, random_batch, same_weights, timeless, write_jsonl
 
 import humanline
 from humanline import Config, Group
@@ -34,7 +34,7 @@ def test_every_completion_is_written_as_it_was_sampled_with_its_log_probs(run, t
         ids = line["tokens"]
         assert line["completion"] == tokenizer.decode(ids, skip_special_tokens=True)
         assert line["truncated"] == (ids[-1] not in stops) and (len(ids) == 4 or not line["truncated"])
-        [prompt] = humanline.encode_prompts(tokenizer, [line["prompt"]])
+        prompt = encode_prompt(tokenizer, line["prompt"])
         logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.7
         expected = logits.log_softmax(-1)[range(len(ids)), ids]
         assert line["logps"] == pytest.approx(expected.tolist(), abs=2e-4)
@@ -173,7 +173,7 @@ def batch_of(equal: int, different: int, **settings):
         rewards = [1.0] * 4 if number < equal else [0.0, 1.0, 0.5, 0.0]
         completions = [[20 + i, 30 + number, 3][i % 2 :] for i in range(4)]
         groups.append(Group(number, [10 + number, 11, 12], completions, rewards))
-    humanline.make_sequences(groups, config)
+    humanline.make_units(groups, config)
     for group in groups:
         for sequence in group.sequences:
             sequence.ref_logps = torch.full((len(sequence.completion),), -4.0)

@@ -22,6 +22,9 @@ import humanline
 from humanline import UserError
 from test_training import policy_of
 
+EXTERNAL = ROOT / "configs" / "external.py"
+SECONDS = 60
+
 # Draws anything, as a function of the seed and of the weights; notes what it was asked and what it answered.
 FAKE = """
 import hashlib, json, os, pathlib, random, sys, time
@@ -47,11 +50,6 @@ def draw(prompts, settings, count, seed, weights):
         notes.write(json.dumps(note) + "\\n")
     return answer
 """
-SLOW = """
-def slow(*request):
-    time.sleep(0.3)
-    return draw(*request)
-"""
 UNLIKELY = """
 def unlikely(*request):
     return [[(ids, [-99.0] * len(ids)) for ids, _ in group] for group in draw(*request)]
@@ -63,22 +61,6 @@ def hangs(*request):
     subprocess.run(["sleep", "98765"])
     return answer
 """
-LENGTH = """
-def length(prompts, completions, rows):
-    return [len(text) for text in completions]
-"""
-BEST_OF_TWO = """
-def best_of_two(prompts, settings, count, seed, weights):
-    drawn = draw(prompts, settings, 2 * count, seed, weights)
-    longer = lambda first, second: max(first, second, key=lambda completion: len(completion[0]))
-    return [[longer(*pair) for pair in zip(group[::2], group[1::2])] for group in drawn]
-"""
-RESTS = """
-def rests(prompts, completions, rows):
-    time.sleep(0.5)
-    return [len(text) % 3 for text in completions]
-"""
-
 # What an engine does: the model of the folder draws, and says how likely its draws were.
 ENGINE = """
 import torch
@@ -105,6 +87,15 @@ def unsure(*request):
     return [[(ids, [value - 0.1 for value in logps]) for ids, logps in group] for group in engine(*request)]
 """
 
+def start(folder: Path, function: str) -> str:
+    """A --sampler that starts a function of a file as configs/external.py starts its own."""
+    name = function.rpartition(":")[2]
+    path = folder / f"start_{name}.py"
+    path.write_text(f"import runpy\n\nexternal = runpy.run_path({str(EXTERNAL)!r})\nexternal['External'].__init__.__globals__['SECONDS'] = {SECONDS}\n\n"
+                    f"def {name}(run):\n    return external['External'](run, {function!r})\n")
+    return f"{path}:{name}"
+
+
 @pytest.fixture
 def notes(tmp_path):
     """notes() is what the samplers of this test were asked, in order."""
@@ -119,7 +110,7 @@ def sampler(tmp_path, monkeypatch):
             monkeypatch.setattr(humanline, "SAMPLER_GAP", {True: 99.0, False: 99.0})
         path = tmp_path / f"{function}.py"
         path.write_text(code.replace("NOTES", repr(str(tmp_path / "notes.jsonl"))) + more)
-        return f"{path}:{function}"
+        return start(tmp_path, f"{path}:{function}")
 
     return write
 
@@ -182,53 +173,17 @@ def test_a_command_starts_it_without_what_torchrun_says_of_our_ranks(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     settings = tmp_path / "settings.toml"
     command = f"env CUDA_VISIBLE_DEVICES=5,6 {sys.executable}"
-    settings.write_text(f'sampler = "{sampler()}"\nsample_every = 2\nsampler_command = "{command}"\n')
+    monkeypatch.setenv("HUMANLINE_SAMPLER_COMMAND", command)
+    settings.write_text(f'sampler = "{sampler()}"\nsample_every = 2\n')
     run(f"--config {settings} --steps 2 --reward {varied}")
     environment = notes()[0]["environment"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "5,6"
     assert not {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"} & environment.keys()
 
 
-def test_best_of_two_is_a_sampler_of_ones_own_file(run, sampler):
-    flags = "--sample-every 2 --steps 4 --max-new-tokens 8 --reward {length} --sampler"
-    flags = flags.replace("{length}", sampler("length", LENGTH))
-    plain, best = (metrics(run(f"{flags} {sampler(name, BEST_OF_TWO)}")) for name in ("draw", "best_of_two"))
-    assert plain[0]["reward"] + 1 < best[0]["reward"] and len(best) == 4
-
-
-# Drawing ahead.
-
-def test_what_is_drawn_ahead_comes_from_the_weights_at_the_start_of_the_drawing_before(run, sampler, notes):
-    flags = f"--sampler {sampler()} --sample-every 2 --steps 8 --draw-ahead"
-    folder = run(flags)
-    asked = notes()
-    assert asked[0]["digest"] == asked[1]["digest"] and len({note["digest"] for note in asked}) == 3
-    assert [line["lag"] for line in metrics(folder)] == [0, 1, 2, 3, 2, 3, 2, 3]
-    after_two_steps = run("--sample-every 2 --steps 4 --sampler " + sampler())  # asks with them at its second drawing
-    assert notes()[-1]["digest"] == asked[2]["digest"] and metrics(after_two_steps)[:2] != []
-    # The drawings are of the same prompts, with the same seeds.
-    assert [note["seed"] for note in notes()[-2:]] == [note["seed"] for note in asked[:2]]
-
-
-def test_a_batch_is_the_same_whether_or_not_it_was_drawn_while_another_was_trained_on(run, sampler):
-    flags = "--sample-every 2 --steps 6 --draw-ahead --sampler"
-    quick = run(f"{flags} {sampler()}")
-    slow = run(f"{flags} {sampler('slow', SLOW)}")
-    assert timeless(quick) == timeless(slow) and same_weights(quick, slow)
-
-
-def test_drawing_ahead_overlaps_with_training(run, sampler):
-    """A drawing takes 0.3 s, and what follows each of them no less: drawn ahead, most of the wait is gone."""
-    flags = f"--sampler {sampler('slow', SLOW)} --sample-every 2 --steps 8 --reward {sampler('rests', RESTS)}"
-    waits = lambda folder: sum(line["sample_seconds"] for line in metrics(folder)[2:])
-    slept = waits(run(flags))
-    assert waits(run(f"{flags} --draw-ahead")) < slept - 0.5
-
-
-@pytest.mark.parametrize("more", ["", "--draw-ahead --no-humanline --eval-every 3"])
-def test_a_resume_is_exact_though_completions_were_under_way(run, sampler, tmp_path, more, data_files):
-    flags = (f"--sampler {sampler('slow', SLOW)} --sample-every 4 --steps 8 --save-every 2 --keep 9 --eval-data "
-             f"{data_files['prompts']} --eval-samples 1 --eval-prompts 2 {more}")
+def test_a_resume_between_two_drawings_is_exact(run, sampler, tmp_path, data_files):
+    flags = (f"--sampler {sampler()} --sample-every 4 --steps 8 --save-every 2 --keep 9 --eval-data "
+             f"{data_files['prompts']} --eval-samples 1 --eval-prompts 2")
     whole = run(flags)
     for step in sorted(int(path.name[5:]) for path in (whole / "checkpoint").iterdir())[1:-1]:
         interrupted = tmp_path / f"interrupted-{step}"
@@ -248,12 +203,12 @@ BREAKS = {  # what the second drawing does, and what is said of it
     "os.kill(os.getpid(), 9)": "its process ended with status -9",
     "sys.exit('no more')": "SystemExit: no more",
     "time.sleep(99)": "took longer than 2 s",
-    "return None": f"it returned [None] {NOT_THAT}",
+    "return None": f"it returned None {NOT_THAT}",
     "return [group[1:] for group in answer]": NOT_THAT,
     "return [[ids for ids, _ in group] for group in answer]": NOT_THAT,
     "return [[([103], [-1.0])] * 4] * 8": NOT_THAT,
     "return [[([9.5, 3], [-1.0, -1.0])] * 4] * 8": NOT_THAT,
-    "return [[([9] * 5, [-1.0] * 5)] * 4] * 8": f"[9, 9, 9, 9, 9], [-1.0, -1.0, -1.0, -1.0, -1.0]]] {NOT_THAT}",
+    "return [[([9] * 5, [-1.0] * 5)] * 4] * 8": NOT_THAT,
     "return [[([9, 3], [-1.0])] * 4] * 8": NOT_THAT,
     "return [[([9, 3], [-1.0, float('nan')])] * 4] * 8": NOT_THAT,
     "return [[([9], [-1.0])] * 4] * 8": NOT_THAT,
@@ -290,7 +245,7 @@ def test_a_sampler_that_fails_once_is_started_anew_and_changes_nothing(
     asked = len(notes()) if not good_run["run"] else 0
     good_run["run"] = good
     capsys.readouterr()
-    monkeypatch.setattr(humanline, "SAMPLER_SECONDS", 2 if "sleep" in what else 60)
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2 if "sleep" in what else 60)
     broken = run(f"{flags} {sampler('breaking', breaking(tmp_path, what, 1))}")
     [line] = [line for line in capsys.readouterr().err.splitlines() if "--sampler" in line]
     assert BREAKS[what] in line and line.endswith("starting it anew")
@@ -298,12 +253,10 @@ def test_a_sampler_that_fails_once_is_started_anew_and_changes_nothing(
     assert len({note["pid"] for note in notes()[asked:]}) == 2
 
 
-@pytest.mark.parametrize("ahead", ["", "--draw-ahead"])
 @pytest.mark.parametrize("what", list(BREAKS)[:4])
-def test_one_that_fails_again_ends_the_run_in_a_line_and_a_resume_goes_on(
-        run, sampler, tmp_path, monkeypatch, what, ahead):
-    monkeypatch.setattr(humanline, "SAMPLER_SECONDS", 2 if "sleep" in what else 60)
-    flags = f"--sample-every 2 --steps 6 --save-every 2 {ahead} --sampler"
+def test_one_that_fails_again_ends_the_run_in_a_line_and_a_resume_goes_on(run, sampler, tmp_path, monkeypatch, what):
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2 if "sleep" in what else 60)
+    flags = "--sample-every 2 --steps 6 --save-every 2 --sampler"
     out, spec = str(tmp_path / "broken-run"), sampler("breaking", breaking(tmp_path, what, 2))
     with pytest.raises(UserError) as raised:
         run(f"{flags} {spec}", out=out)
@@ -342,39 +295,41 @@ def test_a_killed_trainer_leaves_no_sampler_and_its_resume_no_weights(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("flags, says", [
-    ("--sampler vlm", "--sampler vlm: write generate, vllm or FILE.py:function"),
-    ("--draw-ahead --sample-every 2", "--draw-ahead need"),
-    ("--sampler x.py:f --draw-ahead --eval-data y.jsonl", "--draw-ahead needs --sampler vllm or FILE.py:function, and --sample-every"),
-])
-def test_flags_that_make_no_sense_are_refused(flags, says):
-    with pytest.raises(UserError, match=says.replace(".", r"\.")):
-        humanline.parse_config(flags.split())
-
-
-@pytest.mark.parametrize("spec, more, says", [
+@pytest.mark.parametrize("function, command, says", [
     ("missing.py:draw", "", "No such file or directory: "),
     ("{file}:absent", "", "has no attribute 'absent'"),
-    ("{file}:draw", "--sampler-command /no/python", "No such file or directory: '/no/python'"),
-    ("{file}:draw", "--sampler-command /bin/ls", "its process ended with status 2"),
+    ("{file}:draw", "/no/python", "No such file or directory: '/no/python'"),
+    ("{file}:draw", "/bin/ls", "its process ended with status 2"),
 ])
-def test_a_sampler_that_does_not_start_costs_a_line(run, sampler, tmp_path, spec, more, says):
-    spec = spec.replace("{file}", sampler().partition(":")[0])
+def test_a_sampler_that_does_not_start_costs_a_line(run, sampler, tmp_path, monkeypatch, function, command, says):
+    sampler()
+    monkeypatch.setenv("HUMANLINE_SAMPLER_COMMAND", command)
+    spec = start(tmp_path, function.replace("{file}", str(tmp_path / "draw.py")))
     with pytest.raises(UserError) as raised:
-        run(f"--sampler {spec} {more} --sample-every 2", out=str(tmp_path / "none"))
+        run(f"--sampler {spec} --sample-every 2", out=str(tmp_path / "none"))
     assert says in str(raised.value) and f"--sampler {spec}: " in str(raised.value) and "\n" not in str(raised.value)
     assert [path.name for path in (tmp_path / "none").iterdir()] in ([], ["sampler.log"])
 
 
-def test_vllm_that_is_not_installed_is_asked_for_at_once(run, tmp_path):
+@pytest.mark.parametrize("flags, says", [
+    ("--sampler vllm", "--sampler vllm: write generate or FILE.py:function"),
+    ("--sampler missing.py:f", "--sampler missing.py:f: .*No such file"),
+    (f"--sampler {EXTERNAL}:f", "--sampler .*external.py:f: no 'f'"),
+])
+def test_a_sampler_that_is_none_is_one_line(run, flags, says):
+    with pytest.raises(UserError, match=says):
+        run(f"{flags} --sample-every 2")
+
+
+def test_vllm_that_is_not_installed_is_asked_for_at_once(run):
     if importlib.util.find_spec("vllm"):
         pytest.skip("vllm is installed")
-    with pytest.raises(UserError, match="--sampler vllm: .*'vllm'; --sampler-command starts a Python"):
-        run("--sampler vllm --sample-every 2")
+    with pytest.raises(UserError, match="--sampler configs/external.py:vllm: .*'vllm'; HUMANLINE_SAMPLER_COMMAND starts"):
+        run("--sampler configs/external.py:vllm --sample-every 2")
 
 
 def test_two_ranks_train_on_what_one_sampler_drew(run, sampler, notes, tiny, data_files, varied, tmp_path):
-    flags = f"--sampler {sampler()} --sample-every 2 --steps 4 --draw-ahead --top-p 1e-9"  # any log-probs will do
+    flags = f"--sampler {sampler()} --sample-every 4 --steps 4 --top-p 1e-9"  # any log-probs will do
     alone = run(flags)
     asked = notes()
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
@@ -472,8 +427,9 @@ def test_vllm_draws_with_the_trainers_weights_before_and_after_a_step(tmp_path, 
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     done = command(*(f"--model {tmp_path / 'model'} --data {data_files['prompts']} --reward {varied} --sample-every 2 "
-                     f"--steps 6 --batch-size 4 --group-size 4 --max-new-tokens 8 --lr 1e-2 --sampler vllm "
-                     f"--sampler-command {os.environ['VLLM_PYTHON']} --out {tmp_path / 'run'}").split())
+                     f"--steps 6 --batch-size 4 --group-size 4 --max-new-tokens 8 --lr 1e-2 --sampler "
+                     f"configs/external.py:vllm --out {tmp_path / 'run'}").split(),
+                   HUMANLINE_SAMPLER_COMMAND=os.environ["VLLM_PYTHON"])
     assert done.returncode == 0, done.stderr
     lines = metrics(tmp_path / "run")
     assert [line["lag"] for line in lines] == [0, 1] * 3

@@ -417,7 +417,7 @@ def transformers_draws(loaded: dict):
     return draw
 
 
-FLAGS = f"--sampler {FILE}:sample --sample-every 2 --steps 6"
+FLAGS = "--sampler configs/external.py:servers --sample-every 2 --steps 6"
 
 
 def test_a_run_with_adapters_draws_from_servers_of_both_kinds(run, engines, monkeypatch, tmp_path):
@@ -426,7 +426,8 @@ def test_a_run_with_adapters_draws_from_servers_of_both_kinds(run, engines, monk
     both = engines(2, draw=transformers_draws(loaded))
     in_step(*both)
     monkeypatch.setenv("HUMANLINE_SERVERS", f"{both[0].url}, sglang+{both[1].url}")
-    lines = metrics(run(f"{FLAGS} --lora 4 --lr 1e-2 --sampler-weights {tmp_path / 'shared'}"))
+    monkeypatch.setenv("HUMANLINE_SAMPLER_WEIGHTS", str(tmp_path / "shared"))
+    lines = metrics(run(f"{FLAGS} --lora 4 --lr 1e-2"))
     assert_near_at_lag_0(lines)
     assert {len(engine.adapters) for engine in both} == {1}
     assert len(loaded) == 3 and all(Path(name).parent.parent == tmp_path / "shared" for name in loaded)
@@ -477,7 +478,7 @@ def test_a_run_whose_servers_are_all_lost_ends_with_one_line(run, engines, monke
     engine.on = dead_engine
     monkeypatch.setenv("HUMANLINE_SERVERS", engine.url)
     with pytest.raises(UserError) as raised:
-        run(f"--sampler {FILE}:sample --sample-every 2 --steps 2")
+        run("--sampler configs/external.py:servers --sample-every 2 --steps 2")
     assert engine.url in str(raised.value) and "the engine is dead" in str(raised.value)
     assert "\n" not in str(raised.value) and "--resume latest" in str(raised.value)
 

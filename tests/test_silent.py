@@ -44,7 +44,6 @@ def test_false_and_0_in_a_csv_are_false_and_0(tmp_path):
 
 @pytest.mark.parametrize("row, expected", [
     (dict(prompt="a", chosen="b", rejected="c", completions=["b", "c"], scores=[0, 1]), "both a pair and a group"),
-    (dict(prompt="a" * 2_000_001, completion="b", label=True), "a text of 2,000,001 characters"),
     (dict(prompt="a", completion="b", reward=1, tokens=[9, 3], logps=[5.0, -1.0]), "are not token ids and as many log-probs"),
     (dict(prompt="a", completions=["b", "c"], scores=[0, 1e200]), "a score or label is 1e+200"),
 ])
@@ -90,7 +89,7 @@ def test_weights_that_do_not_fit_are_one_line(tiny, data_files, tmp_path, capsys
 
 # Resume, and the ranks.
 
-def test_a_resume_notices_other_answers_and_other_base_weights(run, tiny, tmp_path):
+def test_a_resume_notices_other_answers(run, tiny, tmp_path):
     rows = [dict(prompt=f"{i}+1=", answer=str(i)) for i in range(8)]
     data, model = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "model"
     shutil.copytree(tiny, model)
@@ -99,11 +98,6 @@ def test_a_resume_notices_other_answers_and_other_base_weights(run, tiny, tmp_pa
     shutil.rmtree(out / "final")
     write_jsonl(tmp_path / "rows.jsonl", [row | dict(answer="x") for row in rows])
     with pytest.raises(humanline.UserError, match="rows of --data have changed"):
-        run("--resume latest", flags=start, out=str(out))
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    weights = load_file(model / "model.safetensors")
-    save_file({name: value * 1.01 for name, value in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(humanline.UserError, match="the run began with other weights"):
         run("--resume latest", flags=start, out=str(out))
 
 

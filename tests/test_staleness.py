@@ -9,7 +9,7 @@ from conftest import (double, gradient, logps_of, metrics, policy_of, random_bat
                       write_jsonl)
 
 import humanline
-from humanline import LOSSES, Config, Group, group_advantages, make_sequences, taper_weight
+from humanline import LOSSES, Config, Group, group_advantages, make_units, taper_weight
 
 
 def test_the_weight_falls_to_0_as_the_surprisal_doubles_and_for_the_worse_alone():
@@ -166,7 +166,7 @@ def test_a_prior_is_that_many_rollouts_more_with_the_mean_reward_of_all():
 def test_a_group_that_is_all_right_says_so_and_one_that_is_all_wrong_too():
     for prior in (0, 1):
         groups = [Group(i, [1, 2], [[3, 9]] * 4, [reward] * 4) for i, reward in enumerate((1.0, 0.0))]
-        make_sequences(groups, Config(prior=prior))
+        make_units(groups, Config(prior=prior))
         right, wrong = ([s.advantage for s in group.sequences] for group in groups)
         assert all(advantage > 0 for advantage in right) == bool(prior)
         assert all(advantage < 0 for advantage in wrong) == bool(prior)
@@ -175,7 +175,7 @@ def test_a_group_that_is_all_right_says_so_and_one_that_is_all_wrong_too():
 
 def test_where_all_groups_have_one_reward_there_is_nothing_to_say():
     groups = [Group(i, [1, 2], [[3, 9]] * 3, [0.7] * 3) for i in range(11)]
-    make_sequences(groups, Config(prior=1))  # a mean of 11 times 0.7 is not quite 0.7
+    make_units(groups, Config(prior=1))  # a mean of 11 times 0.7 is not quite 0.7
     assert {s.advantage for group in groups for s in group.sequences} == {0.0}
 
 

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -395,12 +394,9 @@ def test_a_nan_stops_the_run_and_leaves_the_last_checkpoint(run, tmp_path, monke
     assert humanline.find_damage(out / "checkpoint" / "step-00000003") == ""
 
 
-def test_warmup_is_linear_then_constant_or_a_cosine():
+def test_warmup_is_linear_then_constant():
     config = Config(lr=2.0, warmup=0.1)
     assert [humanline.learning_rate(step, 100, config) for step in (1, 5, 10, 11, 100)] == [0.2, 1.0, 2.0, 2.0, 2.0]
-    cosine = dataclasses.replace(config, schedule="cosine")
-    rates = [humanline.learning_rate(step, 100, cosine) for step in range(10, 101)]
-    assert rates == sorted(rates, reverse=True) and rates[0] == 2.0 and 0 < rates[-1] < 0.01
     assert humanline.learning_rate(1, 100, dataclasses.replace(config, warmup=0.0)) == 2.0
 
 

@@ -273,8 +273,6 @@ OURS_AND_TRLS = {  # two drawings for two steps each, so that policy, old policy
                                         dict(loss_type="grpo", temperature=0.7)),
     "by a constant, with an upper epsilon": ("--average constant --epsilon-high 0.28",
                                              dict(loss_type="dr_grpo", epsilon_high=0.28)),
-    "with the sequence's ratio": ("--average sequence --ratio sequence",
-                                  dict(loss_type="grpo", importance_sampling_level="sequence")),
 }
 
 

@@ -123,7 +123,7 @@ def test_a_prompt_beyond_max_length_is_dropped_offline_too(tiny, tmp_path, capsy
 
 def test_a_group_without_a_difference_has_no_advantage_though_its_mean_is_rounded():
     group = Group(0, [1], [[2]] * 8, [0.1] * 8)  # eight times 0.1 is less than 0.8
-    advantages = lambda groups, prior: humanline.make_sequences(groups, Config(prior=prior)) or [
+    advantages = lambda groups, prior: humanline.make_units(groups, Config(prior=prior)) or [
         sequence.advantage for sequence in group.sequences]
     assert advantages([group], 0.0) == advantages([group], 1.0) == [0.0] * 8
     assert all(advantage < 0 for advantage in advantages([group, Group(1, [1], [[2]], [1.0])], 1.0))  # below the others
@@ -138,8 +138,7 @@ PAIR = dict(chosen="a", rejected="b")
     ("kto", dict(completion="a", label=True), "", "all examples are of one kind"),
     ("dpo", PAIR, "--log-eps-p 0.1", r"the clip \[0.1, 1.5\] does not hold 0"),
     ("dpo", PAIR, "--steps 42 --lr 1e-6", "42 steps of 1 go through the data 10 times"),
-    ("dpo", PAIR, "--eval-data ROWS", "--eval-data: 4 of its prompts are also in --data"),
-    ("dpo", PAIR, "--dtype bfloat16 --lr 1e-4", "at --lr 0.0001 most updates are below half a bf16 step"),
+    ("dpo", PAIR, "--dtype bfloat16 --lr 1e-5", "at --lr 1e-05 most updates are below half a bf16 step"),
     ("dpo", PAIR, "--dtype bfloat16", None),
     ("dpo", PAIR, "--beta 0.04", None),
 ])

@@ -175,7 +175,8 @@ def load(folder: Path) -> torch.nn.Module:
 def teach(model: torch.nn.Module, tokenizer: Any, recipe: Recipe, seed: int) -> None:
     """Imitate a demonstrator who errs. Muon learns this fastest."""
     chance, rows = random.Random(seed), recipe.rows(seed)[0]
-    prompts = humanline.encode_prompts(tokenizer, [[{"role": "user", "content": row["prompt"]}] for row in rows])
+    dialogues = [humanline.Row("", [{"role": "user", "content": row["prompt"]}], row) for row in rows]
+    prompts = [ids for [ids] in humanline.encode_dialogues(tokenizer, dialogues)]
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
     optimizers = [torch.optim.Muon(matrices, lr=2 * recipe.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
@@ -199,8 +200,8 @@ def draw(model: torch.nn.Module, tokenizer: Any, recipe: Recipe, fields: list[di
     """`size` samples with rewards for each row's prompt, drawn as the trainer draws them."""
     config = Config(sample_every=1, seed=seed, max_new_tokens=recipe.max_new_tokens)
     rows = [humanline.read_row(row, "", config) for row in fields]
-    encoded = humanline.encode_prompts(tokenizer, [row.prompt for row in rows])
-    prompts = [Group(i, ids, [], []) for i, ids in enumerate(encoded)]
+    encoded = humanline.encode_dialogues(tokenizer, rows)
+    prompts = [Group(i, ids, [], []) for i, [ids] in enumerate(encoded)]
     return Sampler(model, tokenizer, config).draw_rollouts(prompts, rows, size, 0)
 
 def make_model(name: str, folder: Path, seed: int, parent: Path | None = None) -> torch.nn.Module:
