@@ -16,16 +16,16 @@ On a model and data of your own (rows as in the README), on one GPU and on eight
 
 A *humanline variant* of a loss adds two things and changes nothing else: the reference is set to the policy
 every k steps (**syncing**), and the token log-ratio is clipped before the loss sees it (**perception**). A
-**taper**, which is not in the paper, keeps off-policy data from breaking it. So a run is *plain*, *humanline*,
-or *humanline with taper*.
+**taper**, not in the paper, keeps off-policy data from breaking it. So a run is *plain*, *humanline*, or
+*humanline with taper*.
 
-The order: configuration, perception, objectives, the loop; that is the whole method. Then what the loop calls,
-in that order: the run, models, data, rollouts, rewards, the reference, log-probs, ranks, checkpoints; last the
-command line.
+The order: configuration, perception, objectives, the loop: that is the whole method. Then what the loop
+calls, in that order: the run, models, data, rollouts, rewards, the reference, log-probs, ranks, checkpoints;
+last the command line.
 
 Three policies have three names: the **old policy** drew the present rollouts; the **reference** is what
-humanline's log-ratio is taken to, and the KL; the **sampler** is whatever produced a completion, the old policy
-or an unknown one.
+humanline's log-ratio is taken to, and the KL; the **sampler** is whatever produced a completion, the old
+policy or an unknown one.
 
 Left out on purpose: a value model, a second model in memory, tensor and pipeline parallelism, quantized
 weights, images, tools and turns within a rollout.
@@ -64,7 +64,8 @@ from typing import Any, Callable, Iterable, Iterator, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported after join_ranks its defaults would hold the ranks' group, and threads, for ever
+# Imported after join_ranks its defaults would hold the ranks' group, and threads, for ever.
+import torch.distributed.nn
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
@@ -93,9 +94,8 @@ class Config:
     reward: tuple[str, ...] = ("exact",)
     """The reward of a drawn completion: the weighted sum of one or more NAME[=WEIGHT]. `exact`: 1 if it
     equals the row's `answer`; `math`: 1 if its final answer equals that, or the \\boxed{} of the row's
-    `solution`; `FILE.py:function`: your own function(prompts,
-    completions, rows) -> list of floats, where prompts are lists of messages, rows dicts; say
-    configs/model_reward.py:score, a reward model."""
+    `solution`; `FILE.py:function`: your own function(prompts, completions, rows) -> list of floats, where
+    prompts are lists of messages, rows dicts; say configs/model_reward.py:score, a reward model."""
     reward_seconds: float = 10.0
     """Time limit of a call, where the reward is `math` or your own. Where a call fails or takes longer, its
     samples are rewarded one by one, each within the same limit, until three in a row have taken longer."""
@@ -107,8 +107,8 @@ class Config:
     template_values: str | None = None
     """What the chat template is to be told: a JSON object of names and values. `final/` keeps it."""
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
-    """mixed: fp32 weights, bf16 autocast; bfloat16: bf16 weights too. auto: mixed on a GPU, and on a CPU
-    that multiplies in bf16 for models from 20 M parameters on; else float32."""
+    """mixed: fp32 weights, bf16 autocast; bfloat16: bf16 weights too. auto: mixed on a GPU, and on a CPU that
+    multiplies in bf16 for models from 20 M parameters on; else float32."""
     attn: str | None = None
     """Attention implementation, such as sdpa or flash_attention_2. Default: the model's choice."""
     checkpoint_activations: bool = False
@@ -136,13 +136,12 @@ class Config:
 
     # Against collapse on off-policy data: from other models, or old rollouts. Not in the paper.
     taper: bool = False
-    """The gradient of worse completions (rejected, undesirable, negative advantage), and in pairs the
-    chosen one's, fades as their log-prob falls below the sampler's (if unknown, the initial policy's).
-    Otherwise each sync lets them be pushed down further, without limit. Their KL (--kl-beta) keeps its
-    gradient."""
+    """The gradient of worse completions (rejected, undesirable, negative advantage), and in pairs the chosen
+    one's, fades as their log-prob falls below the sampler's (if unknown, the initial policy's). Otherwise
+    each sync lets them be pushed down further, without limit. Their KL (--kl-beta) keeps its gradient."""
     prior: float = 0.0
-    """GRPO: count this many extra rollouts in each group, with the mean reward of all groups. So a group
-    with only correct answers still has a gradient that keeps them, against what other groups teach."""
+    """GRPO: count this many extra rollouts in each group, with the mean reward of all groups. So a group with
+    only correct answers still has a gradient that keeps them, against what other groups teach."""
 
     # The objectives' own knobs.
     beta: float = 0.1  # DPO and KTO: how strongly the policy is held to the reference.
@@ -157,8 +156,8 @@ class Config:
     kl_beta: float = 0.0
     """GRPO: weight of the KL to the reference; without humanline that is the initial policy."""
     average: Literal["token", "sequence", "constant"] = "token"
-    """GRPO: mean over all completion tokens of the batch; over each sequence's tokens first; or the sum
-    over each sequence's tokens divided by --max-new-tokens (Dr. GRPO)."""
+    """GRPO: mean over all completion tokens of the batch; over each sequence's tokens first; or the sum over
+    each sequence's tokens divided by --max-new-tokens (Dr. GRPO)."""
 
     # Where the completions come from.
     sample_every: int = 0
@@ -173,8 +172,8 @@ class Config:
     """Largest (prompt + new tokens) x sequences in one call of `generate`; lower it if sampling runs out of
     memory."""
     sampler: str = "generate"
-    """What draws: the model's own `generate`; or `FILE.py:function`, such as configs/external.py:vllm, an engine
-    on other GPUs, and configs/external.py:servers, on other machines."""
+    """What draws: the model's own `generate`; or `FILE.py:function`, such as configs/external.py:vllm, an
+    engine on other GPUs, and configs/external.py:servers, on other machines."""
 
     # The loop.
     steps: int | None = None  # Optimizer steps. Default: one pass over the data.
@@ -184,7 +183,8 @@ class Config:
     lr: float | None = None
     """AdamW's, after warmup. Default: 1e-6; with --lora ten times that (Schulman et al. 2025, LoRA Without
     Regret)."""
-    warmup: float = 0.1  # Fraction of the steps over which the learning rate rises linearly; then it is constant.
+    # Fraction of the steps over which the learning rate rises linearly; then it is constant.
+    warmup: float = 0.1
     weight_decay: float = 0.0  # AdamW's decoupled weight decay.
     adam_eps: float = 1e-8  # AdamW's epsilon. The authors' scripts use 1e-5.
     max_grad_norm: float = 1.0  # The gradient is scaled down to this norm where it is longer.
@@ -197,8 +197,8 @@ class Config:
     result."""
     compile: bool | None = None  # torch.compile. Default: on a GPU.
     shard: bool = False
-    """Several ranks: shard weights, gradients and optimizer state over them (FSDP2). While `generate`
-    draws, each rank holds all weights."""
+    """Several ranks: shard weights, gradients and optimizer state over them (FSDP2). While `generate` draws,
+    each rank holds all weights."""
     seed: int = 0
     """All that is random is a function of this and the step; what is drawn, of the number of ranks, too."""
 
@@ -475,7 +475,8 @@ class Group:
     prompt: list[int]
     completions: list[list[int]]
     rewards: list[float]
-    labelled: bool = False  # rewards are absolute labels (1 desirable, 0 not), not to be compared with each other
+    # Rewards are absolute labels (1 desirable, 0 not), not to be compared with each other.
+    labelled: bool = False
     parts: list[list[float | None]] = field(default_factory=list)  # of each reward; None: it failed
     logps: list[list[float]] = field(default_factory=list)  # log μ of each token, where known
     sequences: list["Sequence"] = field(default_factory=list)  # its completions; see `make_units`
@@ -572,24 +573,34 @@ class Loss:
     unit: Literal["group", "pair", "example"]  # what --batch-size counts; a pair lies as chosen, rejected
     settings: str = ""  # those fields of Config that some losses read, and this one
     batch_size: int = 32  # by default
-    set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None  # of all data or rollouts
+    # Of all data or rollouts.
+    set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None
     needs_mismatched: bool = False  # z₀, from each prompt with the completion of another prompt
 
-def dpo_of_microbatch(x: Microbatch, d: Tensor, perceived: Tensor, config: Config) -> Tensor:
-    return dpo_loss(perceived[0::2], perceived[1::2], config.beta)
-
-def kto_of_microbatch(x: Microbatch, d: Tensor, perceived: Tensor, config: Config) -> Tensor:
-    return x.weights * kto_loss(perceived, x.is_chosen, x.z0, config.beta)
-
-def grpo_of_microbatch(x: Microbatch, d: Tensor, perceived: Tensor, config: Config) -> Tensor:
-    return grpo_loss(d, perceived, x.advantages, config.epsilon, config.kl_beta, config.epsilon_high)
-
 LOSSES = {
-    "grpo": Loss(grpo_of_microbatch, whole_group, "group",
-                 settings="epsilon epsilon_high scale_rewards kl_beta average prior"),
-    "dpo": Loss(dpo_of_microbatch, best_against_worst, "pair", settings="beta"),
-    "kto": Loss(kto_of_microbatch, above_and_below_mean, "example", batch_size=64, needs_mismatched=True,
-                set_weights=set_kto_weights, settings="beta desirable_weight undesirable_weight"),
+    "grpo": Loss(
+        compute=lambda x, d, perceived, config: grpo_loss(
+            d, perceived, x.advantages, config.epsilon, config.kl_beta, config.epsilon_high),
+        make_units=whole_group,
+        unit="group",
+        settings="epsilon epsilon_high scale_rewards kl_beta average prior",
+    ),
+    "dpo": Loss(
+        compute=lambda x, d, perceived, config: dpo_loss(perceived[0::2], perceived[1::2], config.beta),
+        make_units=best_against_worst,
+        unit="pair",
+        settings="beta",
+    ),
+    "kto": Loss(
+        compute=lambda x, d, perceived, config: (
+            x.weights * kto_loss(perceived, x.is_chosen, x.z0, config.beta)),
+        make_units=above_and_below_mean,
+        unit="example",
+        settings="beta desirable_weight undesirable_weight",
+        batch_size=64,
+        set_weights=set_kto_weights,
+        needs_mismatched=True,
+    ),
 }
 
 # ---------- The loop ----------------------------------------------------------------------------------------
@@ -614,7 +625,7 @@ def train(config: Config) -> "Run":
 
             # Rollouts for the next steps, with rewards. The policy as it is now is their old policy.
             if config.sample_every and step > batches.made_until:
-                prompts = batches.next_prompts(step)
+                prompts = batches.of_steps(step, step + config.sample_every - 1)
                 rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step)
                 batches.add_rollouts(rollouts)
                 report["sample_seconds"] = time.perf_counter() - started
@@ -874,8 +885,8 @@ class Run:
     """All that the loop works with: rows, policy, sampler, batches, reference, optimizer, its folder."""
 
     def __init__(self, config: Config, stack: contextlib.ExitStack):
-        """Check, load, resume, and lock the run's folder until `stack` closes. User errors are found here, the
-        cheapest check first, before anything is written."""
+        """Check, load, resume, and lock the run's folder until `stack` closes. User errors are found here,
+        the cheapest check first, before anything is written."""
         import transformers
 
         transformers.utils.logging.set_verbosity_error()
@@ -891,7 +902,8 @@ class Run:
         require(config.model, "--model names nothing; give it a Hugging Face name or a folder")
         require(config.data and all(config.data), "--data names nothing; give it a file or a hub name")
         device = join_ranks()
-        require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start them with torchrun")
+        require(not config.shard or dist.is_initialized(),
+                "--shard needs several ranks; start them with torchrun")
         new_name = time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")
         self.out = Path(from_first_rank(lambda: config.out or new_name))
         from_first_rank(lambda: check_folder(self.out, config))
@@ -902,20 +914,22 @@ class Run:
         if config.eval_data is not None:
             self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
         fields = json.dumps([row.fields for row in self.rows], default=str)
-        fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # by which a resumed run knows its rows again
+        # By which a resumed run knows its rows again.
+        fingerprint = hashlib.sha256(fields.encode()).hexdigest()
         told = gather_from_ranks(f"{config} {fingerprint}")
         require(len(set(told)) == 1, "the ranks have different flags or rows")
 
         self.policy, tokenizer = load_policy(config, device)
-        self.policy.shares_prompts = all(gather_from_ranks(self.policy.shares_prompts))  # all ranks cut batches alike
+        # All ranks cut batches alike.
+        self.policy.shares_prompts = all(gather_from_ranks(self.policy.shares_prompts))
         self.sampler = Sampler(self.policy, tokenizer, config)
         groups = encode_rows(self.rows, self.sampler, online=config.sample_every > 0)
         known = len(self.policy.get_input_embeddings().weight)
         for group in groups:
             texts = (group.prompt, *group.completions)
             require(all(texts) and max(map(max, texts)) < known,
-                    f"{self.rows[group.row].where}: the tokenizer of --model {config.model} makes no tokens of it, "
-                    "or some that the model does not know; use the model's own")
+                    f"{self.rows[group.row].where}: the tokenizer of --model {config.model} makes no tokens "
+                    "of it, or some that the model does not know; use the model's own")
         self.eval_groups = []
         if self.eval_rows:
             self.eval_groups = encode_rows(self.eval_rows, self.sampler, "--eval-data", online=True)
@@ -950,7 +964,8 @@ class Run:
             self.known |= line
         steps = self.batches.steps
         silence = {"disable": True} if RANK else {}
-        self.progress = tqdm(range(self.first, steps + 1), config.loss, steps, initial=self.first - 1, **silence)
+        coming = range(self.first, steps + 1)
+        self.progress = tqdm(coming, config.loss, steps, initial=self.first - 1, **silence)
 
     def take_up_folder(self, is_new: bool) -> None:
         """Make the folder's files those of a run that is about to take its first step, or to go on."""
@@ -970,8 +985,8 @@ class Run:
             self.known = {f"{name}_before": value for name, value in self.measure(0).items()}
 
     def measure(self, step: int) -> dict[str, float]:
-        """On --eval-data, if there is any: `accuracy`, the mean reward of new samples, which is pass@1 if rewards are
-        0 or 1; and `greedy`, the mean reward of greedy completions."""
+        """On --eval-data, if there is any: `accuracy`, the mean reward of new samples, which is pass@1 if
+        rewards are 0 or 1; and `greedy`, the mean reward of greedy completions."""
         found = {}
         for name, size in {"accuracy": self.config.eval_samples, "greedy": 1}.items():
             if self.eval_groups:
@@ -982,7 +997,8 @@ class Run:
                     self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step)
         return found
 
-    def keep_rollouts(self, file: str, rollouts: list[Group], rows: list["Row"], step: int) -> dict[str, float]:
+    def keep_rollouts(self, file: str, rollouts: list[Group], rows: list["Row"],
+                      step: int) -> dict[str, float]:
         """Append rollouts to a file of the run, one line per completion, which --data can read; returns their
         metrics."""
         parts = [reward.short_name for reward in self.sampler.rewards]
@@ -1027,20 +1043,20 @@ class Run:
         return report
 
     def stop_before_it_spoils_the_weights(self, report: dict[str, float]) -> None:
-        """Raises FloatingPointError for what is no number, and UserError where a sampler that should have the policy's
-        weights gives others' log-probs. Below a --top-p of 1 it gives those among the tokens left, which are larger by
-        -log(top_p) at most."""
+        """Raises FloatingPointError for what is no number, and UserError where a sampler that should have the
+        policy's weights gives others' log-probs. Below a --top-p of 1 it gives those among the tokens left,
+        which are larger by -log(top_p) at most."""
         if not math.isfinite(report["loss"] + report["grad_norm"]):
             self.saver.wait()
             raise FloatingPointError(
-                f"step {report['step']}: loss {report['loss']}, gradient norm {report['grad_norm']}; last good "
-                f"checkpoint: {self.saver.newest} (see --save-every)")
-        limit = SAMPLER_GAP[is_fp32(self.policy)] - math.log(self.config.top_p)
+                f"step {report['step']}: loss {report['loss']}, gradient norm {report['grad_norm']}; "
+                f"last good checkpoint: {self.saver.newest} (see --save-every)")
+        limit = SAMPLER_GAP[self.policy.is_fp32] - math.log(self.config.top_p)
         gap = report.get("sampler_gap", 0.0)
         require(report.get("lag") != 0 or gap <= limit,
-                f"step {report['step']}: --sampler {self.config.sampler} is {gap:.3f} nats a token from the policy, of "
-                f"the same weights, more than {limit:.3g}; compare dtypes and versions, and see whether it takes all "
-                "new weights (a tied head?); then --resume latest")
+                f"step {report['step']}: --sampler {self.config.sampler} is {gap:.3f} nats a token from the "
+                f"policy, of the same weights, more than {limit:.3g}; compare dtypes and versions, and see "
+                "whether it takes all new weights (a tied head?); then --resume latest")
 
     def log(self, line: dict) -> None:
         """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of what it shows."""
@@ -1066,7 +1082,8 @@ class Run:
         """Write the final folder, unless a signal ended the run."""
         self.saver.wait()
         if not self.stopped_at:
-            save_final(self.out / "final", self.policy, self.sampler.tokenizer, self.config, self.batches.steps)
+            tokenizer = self.sampler.tokenizer
+            save_final(self.out / "final", self.policy, tokenizer, self.config, self.batches.steps)
         if WORLD_SIZE > 1:
             dist.barrier()  # no rank leaves while another still writes
 
@@ -1075,12 +1092,12 @@ EVALUATION = 500_000  # a measurement's draws are those of its step plus this
 LINES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # files of lines that have a step
 
 class Watch:
-    """Warns, once each in a run, of what a step's report shows; of a collapse, by the log-prob of the completions that
-    the loss wants likelier.
+    """Warns, once each in a run, of what a step's report shows; of a collapse, by the log-prob of the
+    completions that the loss wants likelier.
 
-    While a run learns, their mean -log π_θ falls. Once its mean over 12 steps rises to twice its minimum, and at least
-    0.3 nats per completion above it, the policy unlearns them along with the others, and its rewards fall with it:
-    tests/claims counts how often that is right.
+    While a run learns, their mean -log π_θ falls. Once its mean over 12 steps rises to twice its minimum, and
+    at least 0.3 nats per completion above it, the policy unlearns them along with the others, and its rewards
+    fall with it: tests/claims counts how often that is right.
     """
 
     def __init__(self):
@@ -1103,13 +1120,13 @@ class Watch:
         if line.get("no_difference", 0) <= 0.8:
             self.equal_steps = 0
         reasons = {
-            "the run may be coming apart: the completions that the loss wants likelier fell; try --taper, a lower "
-            "--lr, fewer syncs or fresher rollouts (--sample-every)":
+            "the run may be coming apart: the completions that the loss wants likelier fell; try --taper, a "
+            "lower --lr, fewer syncs or fresher rollouts (--sample-every)":
                 wanted < min(2 * self.best, self.best - 0.3),
             "more than half of the completions were cut off at --max-new-tokens; raise it, or ask for less":
                 line.get("truncated", 0) > 0.5,
-            "for 8 steps more than 80 % of the groups had no difference in their rewards, and taught little; take "
-            "easier or harder prompts, a larger --group-size, or a reward with more steps":
+            "for 8 steps more than 80 % of the groups had no difference in their rewards, and taught little; "
+            "take easier or harder prompts, a larger --group-size, or a reward with more steps":
                 self.equal_steps == 8,
             "every completion that was drawn has the same reward; look at rollouts.jsonl and at --reward":
                 line.get("reward_std", 1) < 1e-9,
@@ -1155,7 +1172,8 @@ def start_tracker(config: Config, out: Path, first: int) -> Callable[[dict], Non
     """What --track does with a line of metrics. first: the step that comes next."""
     if config.track is None:
         return lambda line: None
-    with explained(f"--track {config.track}", "pip install it; for wandb `wandb login`, or WANDB_MODE=offline"):
+    advice = "pip install it; for wandb `wandb login`, or WANDB_MODE=offline"
+    with explained(f"--track {config.track}", advice):
         if config.track == "wandb":
             import wandb
 
@@ -1193,8 +1211,8 @@ def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
     check_folder(out, config)  # again: another run may have come and gone
 
 def note_signals(stack: contextlib.ExitStack) -> list[int]:
-    """A list of which SIGTERM, SIGHUP and Ctrl-C become entries, until `stack` closes: stop after this step. A second
-    Ctrl-C stops at once."""
+    """A list of which SIGTERM, SIGHUP and Ctrl-C become entries, until `stack` closes: stop after this step.
+    A second Ctrl-C stops at once."""
     received = []
 
     def note(number: int, _: Any) -> None:
@@ -1215,8 +1233,8 @@ def note_signals(stack: contextlib.ExitStack) -> list[int]:
 
 @contextlib.contextmanager
 def explained(what: str, advice: str, **advice_by_word: str) -> Iterator[None]:
-    """Turns what loading code raises into one line: `what` failed, the reason, and the advice for a word
-    in it."""
+    """Turns what loading code raises into one line: `what` failed, the reason, and the advice for a word in
+    it."""
     try:
         yield
     except UserError:
@@ -1245,7 +1263,8 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             peft="pip install peft",
         ):
             tokenizer = AutoTokenizer.from_pretrained(name, **trust)
-            require(tokenizer.chat_template or not config.template_values, f"--template-values: {name} has no template")
+            require(tokenizer.chat_template or not config.template_values,
+                    f"--template-values: {name} has no template")
             tokenizer.template_values = dict(json.loads(config.template_values or "{}"))
             policy = load_weights(config, device)
         require(tokenizer.eos_token_id is not None,
@@ -1254,6 +1273,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
         policy.is_mixed = config.dtype == "mixed" or (config.dtype == "auto" and pays_mixed(policy, device))
         if config.lora and config.dtype == "bfloat16":
             policy.is_mixed = True  # adapters are fp32 however --dtype sets the rest
+        policy.is_fp32 = policy.dtype == torch.float32 and not policy.is_mixed
         if config.lora:
             add_adapters(policy, config)
         switch_off_dropout(policy)
@@ -1275,8 +1295,8 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
     return policy, tokenizer
 
 def load_weights(config: Config, device: torch.device) -> Module:
-    """The model of --model; a peft folder's adapters are merged into the weights that they belong to.
-    Raises UserError where weights are missing, which would be random, or have no place."""
+    """The model of --model; a peft folder's adapters are merged into the weights that they belong to. Raises
+    UserError where weights are missing, which would be random, or have no place."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import find_adapter_config_file
     name = config.model
@@ -1306,8 +1326,8 @@ def load_weights(config: Config, device: torch.device) -> Module:
     return policy
 
 def add_adapters(policy: Module, config: Config) -> None:
-    """Freeze the policy, and put adapters beside its linear layers but the head. New ones change nothing
-    yet, so the initial policy is the policy with the adapters as they are now, and needs no copy."""
+    """Freeze the policy, and put adapters beside its linear layers but the head. New ones change nothing yet,
+    so the initial policy is the policy with the adapters as they are now, and needs no copy."""
     with explained("--lora", "pip install peft"):
         from peft import LoraConfig
     lora = LoraConfig(
@@ -1359,7 +1379,7 @@ def check_output_head(policy: Module, config: Config) -> None:
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.is_mixed):
         logits = policy(input_ids=ids, use_cache=False).logits
     theirs = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    tolerance = 0.005 if is_fp32(policy) else 0.05
+    tolerance = 0.005 if policy.is_fp32 else 0.05
     name = f"--model {config.model}"
     require(logits.isfinite().all(), f"{name}: its logits are not finite numbers; its weights are spoilt")
     require(torch.allclose(ours, again, rtol=0, atol=1e-3),
@@ -1384,12 +1404,9 @@ def can_share_prompts(policy: Module) -> bool:
         return torch.allclose(in_one_row, in_own_rows, rtol=0.05, atol=0.05)
     return False
 
-def is_fp32(policy: Module) -> bool:
-    return policy.dtype == torch.float32 and not policy.is_mixed
-
 def pays_mixed(policy: Module, device: torch.device) -> bool:
-    """Whether `--dtype auto` takes bf16 autocast: on a GPU, or for a large model where the CPU multiplies
-    in bf16."""
+    """Whether `--dtype auto` takes bf16 autocast: on a GPU, or for a large model where the CPU multiplies in
+    bf16."""
     if device.type != "cpu":
         return device.type == "cuda"
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -1400,7 +1417,8 @@ def pays_mixed(policy: Module, device: torch.device) -> bool:
 
 @dataclass
 class Row:
-    """One row of the data, checked. `completions` with their `rewards` make a group; pairs are groups of 1 and 0."""
+    """One row of the data, checked. `completions` with their `rewards` make a group; pairs are groups of 1
+    and 0."""
 
     where: str  # file and row number, for messages
     prompt: list[dict]  # messages
@@ -1433,7 +1451,8 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
             first.tokens += row.tokens
             first.logps += row.logps
     if dropped:
-        warn(f"{source}: dropped {dropped} rows whose dialogues differ before the last turn, or end without an answer")
+        warn(f"{source}: dropped {dropped} rows whose dialogues differ before the last turn, or end without "
+             "an answer")
     require(rows, f"{source}: no rows")
     return list(rows.values())
 
@@ -1445,8 +1464,8 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
     import datasets
 
     datasets.disable_progress_bars()
-    advice = ("name a .jsonl, .json, .csv or .parquet file, a folder, or a data set of the hub; `hf download NAME "
-              "--repo-type dataset --local-dir FOLDER` makes a folder of it, given a network")
+    advice = ("name a .jsonl, .json, .csv or .parquet file, a folder, or a data set of the hub; `hf download "
+              "NAME --repo-type dataset --local-dir FOLDER` makes a folder of it, given a network")
     with explained(source, advice):
         if kind == ".parquet":
             return datasets.Dataset.from_parquet(spec)
@@ -1482,18 +1501,21 @@ COLUMN_NAMES = {
 }
 
 def read_row(fields: dict, where: str, config: Config) -> Row | None:
-    """Bring a row's columns under our names, its answers into dialogues, and these into a prompt and completions.
+    """Bring a row's columns under our names, its answers into dialogues, and these into a prompt and
+    completions.
 
-    A `prompt` comes with `completions` and `scores`, with `chosen` and `rejected`, with `completion` and `label`, or
-    alone, to be sampled from; the first of these counts. Answers may be whole dialogues, whose common turns are the
-    prompt; None is returned where not just an answer follows those.
+    A `prompt` comes with `completions` and `scores`, with `chosen` and `rejected`, with `completion` and
+    `label`, or alone, to be sampled from; the first of these counts. Answers may be whole dialogues, whose
+    common turns are the prompt; None is returned where not just an answer follows those.
     """
-    fields = {name: value for name, value in fields.items() if value is not None}  # datasets fills gaps with None
+    # Datasets fills gaps with None.
+    fields = {name: value for name, value in fields.items() if value is not None}
     known = dict(fields)
     for theirs, ours in COLUMN_NAMES.items():
         if theirs in fields:
             known.setdefault(ours, fields[theirs])
-    require(not {"chosen", "completions"} <= fields.keys(), f"{where}: both a pair and a group; leave one out")
+    is_both = {"chosen", "completions"} <= fields.keys()
+    require(not is_both, f"{where}: both a pair and a group; leave one out")
     answers, rewards = find_answers(known, where)
     row = Row(where, [], fields, rewards=rewards)
     row.labelled = len(answers) == 1 and "label" in known
@@ -1507,8 +1529,10 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         row.tokens = [ids]
         if known.get("temperature", 1) == known.get("top_p", 1) == 1:  # as log π_θ is, offline
             row.logps = [logps]
-    elif answers and not split_answers(row, [read_messages(answer, "assistant", where) for answer in answers]):
-        return None
+    elif answers:
+        dialogues = [read_messages(answer, "assistant", where) for answer in answers]
+        if not split_answers(row, dialogues):
+            return None
     require(row.prompt, f"{where}: no 'prompt'; every row needs it")
     if config.prompt_template is not None and not row.tokens:  # a rollout's prompt has it already
         known["prompt"] = row.prompt[-1]["content"]
@@ -1538,7 +1562,8 @@ def find_answers(known: dict, where: str) -> tuple[list, list[float]]:
     for i, reward in enumerate(rewards):
         with contextlib.suppress(ValueError):  # of a CSV: 1, 0.5 or True, or else a word
             rewards[i] = json.loads(reward.lower()) if isinstance(reward, str) else reward
-        require(is_score(rewards[i]), f"{where}: a score or label is {reward!r:.60}; it must be a number below 1e100")
+        require(is_score(rewards[i]),
+                f"{where}: a score or label is {reward!r:.60}; it must be a number below 1e100")
     return answers, [float(reward) for reward in rewards]
 
 def is_score(value: Any) -> bool:
@@ -1546,7 +1571,8 @@ def is_score(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) < 1e100
 
 def read_messages(value: Any, role: str, where: str) -> list[dict]:
-    """A text by `role`, or chat messages, as messages; answers of "Human:" and "Assistant:" (HH-RLHF) are taken apart."""
+    """A text by `role`, or chat messages, as messages; answers of "Human:" and "Assistant:" (HH-RLHF) are
+    taken apart."""
     if isinstance(value, str):
         before, *parts = re.split(r"\n\n(Human|Assistant): ?", value)
         if role == "assistant" and not before.strip() and len(parts) > 2:
@@ -1555,16 +1581,18 @@ def read_messages(value: Any, role: str, where: str) -> list[dict]:
         value = [dict(role=role, content=value)]
     messages = []
     for turn in value:
-        lost = [name for name in ("tool_calls", "reasoning_content", "reasoning", "thinking") if turn.get(name)]
+        unread = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+        lost = [name for name in unread if turn.get(name)]
         require(not lost, f"{where}: a message has {lost}, which is not read; write it into 'content'")
-        require(isinstance(turn["content"], str), f"{where}: a message's content is {turn['content']!r:.60}, not text")
+        require(isinstance(turn["content"], str),
+                f"{where}: a message's content is {turn['content']!r:.60}, not text")
         messages.append(dict(role=turn["role"], content=turn["content"]))
     require(messages[-1]["content"].strip(), f"{where}: an empty text of the {role}; remove the row")
     return messages
 
 def split_answers(row: Row, dialogues: list[list[dict]]) -> bool:
-    """Make a prompt of the turns in which all dialogues begin, and completions of their last turns; False where the
-    turns before the last differ, or the last is no answer."""
+    """Make a prompt of the turns in which all dialogues begin, and completions of their last turns; False
+    where the turns before the last differ, or the last is no answer."""
     before = dialogues[0][:-1]
     answers = [dialogue[-1] for dialogue in dialogues]
     row.completions = [answer["content"] for answer in answers]
@@ -1576,7 +1604,8 @@ def split_answers(row: Row, dialogues: list[list[dict]]) -> bool:
         row.prompt = before
     return all(answer["role"] == "assistant" and answer["content"].strip() for answer in answers)
 
-def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", online: bool = False) -> list[Group]:
+def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
+                online: bool = False) -> list[Group]:
     """Rows -> groups of token ids; over-long ones are dropped. online: completions are to be drawn."""
     config, tokenizer = sampler.config, sampler.tokenizer
     if online:
@@ -1605,8 +1634,8 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
         if len(group.prompt) <= longest_prompt and len(group.prompt) + room <= longest:
             groups.append(group)
     if foreign:
-        warn(f"{flag}: the tokens of {foreign} rows are not what this tokenizer makes of their text, which is taken "
-             "instead, with an end; so their sampler is unknown")
+        warn(f"{flag}: the tokens of {foreign} rows are not what this tokenizer makes of their text, which "
+             "is taken instead, with an end; so their sampler is unknown")
     if len(groups) < len(rows):
         warn(f"{flag}: dropped {len(rows) - len(groups)} rows as over-long; see --max-length")
     require(groups, f"{flag}: no row is left; raise --max-length or --max-prompt-length")
@@ -1615,7 +1644,9 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data", onlin
 def are_tokens_of(tokenizer: Any, row: Row) -> bool:
     """Whether a row has tokens, and they are this tokenizer's."""
     largest = max(map(max, row.tokens), default=math.inf)
-    return largest < len(tokenizer) and tokenizer.batch_decode(row.tokens, skip_special_tokens=True) == row.completions
+    if largest >= len(tokenizer):
+        return False
+    return tokenizer.batch_decode(row.tokens, skip_special_tokens=True) == row.completions
 
 def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
     """Up to and with the first stop token, or else with one behind it."""
@@ -1623,39 +1654,43 @@ def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
     return ids[:end_of(ids, stops)]
 
 def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
-    """For each row the token ids of its prompt, up to where the model is to go on, and of its prompt with each of its
-    answers, as the chat template writes them. The answers are trained behind what these have in common:
+    """For each row the token ids of its prompt, up to where the model is to go on, and of its prompt with
+    each of its answers, as the chat template writes them. The answers are trained behind what these have in
+    common:
 
         <user> 2+2? <assistant>                         the prompt
         <user> 2+2? <assistant> It is 4. <end>          with an answer
         <------- common ------> <- completion ->
 
     So an empty thought that Qwen3 puts before an answer is a part of it, as the model would have to draw it.
-    DeepSeek-R1 opens a thought at the end of a prompt, and none before an answer; there the prompt of an answer ends
-    earlier.
+    DeepSeek-R1 opens a thought at the end of a prompt, and none before an answer; there the prompt of an
+    answer ends earlier.
     """
     is_plain = not tokenizer.chat_template  # a template writes special tokens itself
     texts = []
     for row in rows:
         start = render(tokenizer, row.prompt, add_generation_prompt=True)
-        require(is_written(row.prompt, start), f"{row.where}: the model's chat template leaves out a message of its prompt")
+        require(is_written(row.prompt, start),
+                f"{row.where}: the model's chat template leaves out a message of its prompt")
         texts += [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
     ids_of = iter(tokenizer(texts, add_special_tokens=is_plain)["input_ids"])
     encoded = [[next(ids_of) for _ in ("prompt", *row.completions)] for row in rows]
     for prompt, *_ in encoded:
-        if is_plain and prompt[-1:] == [tokenizer.eos_token_id]:  # some tokenizers put an end behind every text
+        # Some tokenizers put an end behind every text.
+        if is_plain and prompt[-1:] == [tokenizer.eos_token_id]:
             prompt.pop()
     return encoded
 
 # For a model without a chat template: texts, and dialogues.
-PLAIN = ("{% for turn in messages %}{{ '\n\n' if not loop.first and turn.role != 'assistant' }}{{ turn.content }}"
-         "{% endfor %}")
+PLAIN = ("{% for turn in messages %}{{ '\n\n' if not loop.first and turn.role != 'assistant' }}"
+         "{{ turn.content }}{% endfor %}")
 TRANSCRIPT = ("{{ bos_token }}{% for turn in messages %}{{ '\n\n' + dict(user='Human').get(turn.role, "
               "turn.role.title()) + ':\n' + turn.content }}{% endfor %}"
               "{% if add_generation_prompt %}{{ '\n\nAssistant:\n' }}{% endif %}")
 
 def render(tokenizer: Any, dialogue: list[dict], **settings: Any) -> str:
-    """A dialogue as the chat template writes it, always on one day: else a run could not be resumed the next."""
+    """A dialogue as the chat template writes it, always on one day: else a run could not be resumed the
+    next."""
     told = getattr(tokenizer, "template_values", {})  # --template-values
     settings = {"date_string": "26 Jul 2024"} | told | settings
     template = None if tokenizer.chat_template else PLAIN
@@ -1663,8 +1698,8 @@ def render(tokenizer: Any, dialogue: list[dict], **settings: Any) -> str:
 
 def place_answer(tokenizer: Any, row: Row, start: str, answer: str) -> str:
     """A prompt with its answer as the chat template writes them, unless that leaves out the answer's thought
-    (DeepSeek-R1) or the prompt's system message (Mistral); then the answer stands behind `start`, where the model goes
-    on."""
+    (DeepSeek-R1) or the prompt's system message (Mistral); then the answer stands behind `start`, where the
+    model goes on."""
     whole = render(tokenizer, row.prompt + [dict(role="assistant", content=answer)])
     has_thought_opened = whole.startswith(start) or "</think>" not in answer
     if has_thought_opened and answer.strip() in whole and is_written(row.prompt, whole):
@@ -1688,8 +1723,8 @@ class Batch:
     no_difference: float | None = None  # share of the groups behind it whose rewards are all the same
 
 class Batches:
-    """The batches of a run, in order. Offline they are a function of the step; online they are made of rollouts.
-    `pending` holds those that are made and not yet trained on."""
+    """The batches of a run, in order. Offline they are a function of the step; online they are made of
+    rollouts. `pending` holds those that are made and not yet trained on."""
 
     def __init__(self, config: Config, groups: list[Group], longest: int, fingerprint: str = ""):
         self.config = config
@@ -1700,32 +1735,34 @@ class Batches:
         self.made_until = 0  # the last step whose batch has been made
         self.pool: list = groups  # online prompts, offline units with their groups
         self.per_step = config.batch_size  # how many of them a step takes
-        if config.sample_every and self.loss.unit == "example":  # of which a prompt gives as many as its group has
+        # Of which a prompt gives as many as its group has.
+        if config.sample_every and self.loss.unit == "example":
             self.per_step = math.ceil(config.batch_size / config.group_size)
         if not config.sample_every:
             require(all(group.completions for group in groups),
-                    "--data: prompts without completions, or without their labels; draw them with --sample-every 1")
+                    "--data: prompts without completions, or without their labels; draw them with "
+                    "--sample-every 1")
             require(self.loss.unit == "example" or not any(group.labelled for group in groups),
-                    "--data: labelled completions make no pairs or groups; use --loss kto, or --sample-every 1")
+                    "--data: labelled completions make no pairs or groups; use --loss kto, or "
+                    "--sample-every 1")
             make_units(groups, config)
             self.pool = [(unit, group) for group in groups for unit in group.units]
-            require(self.pool, "--data: no row has a better and a worse completion, so there is nothing to train on")
+            require(self.pool, "--data: no row has a better and a worse completion; that teaches nothing")
         self.steps = config.steps or max(1, len(self.pool) // self.per_step)  # of the whole run
-        self.order: list[int] = []  # of the pool's members, over the whole run; each epoch has an order of its own
-        for epoch in range(math.ceil(self.steps * self.per_step / len(self.pool))):
+        # Of the pool's members, over the whole run; each epoch has an order of its own.
+        self.order: list[int] = []
+        needed = self.steps * self.per_step
+        for epoch in range(math.ceil(needed / len(self.pool))):
             generator = torch.Generator().manual_seed(seed_for(config.seed, "order", epoch))
             self.order += torch.randperm(len(self.pool), generator=generator).tolist()
+        del self.order[needed:]
 
     def of_steps(self, first: int, last: int) -> list:
-        """Online the prompts, offline the units with their groups, of these steps."""
+        """What these steps take from the pool, as far as the run goes."""
         return [self.pool[i] for i in self.order[(first - 1) * self.per_step : last * self.per_step]]
 
-    def next_prompts(self, step: int) -> list[Group]:
-        """Online: the prompts of the steps from `step` to the next drawing."""
-        return self.of_steps(step, min(step + self.config.sample_every - 1, self.steps))
-
     def add_rollouts(self, rollouts: list[Group]) -> None:
-        """Online: make the next batches, of the rollouts of `next_prompts`."""
+        """Online: make the next batches, of the rollouts of the prompts `of_steps`."""
         make_units(rollouts, self.config)
         for start in range(0, len(rollouts), self.per_step):
             groups = rollouts[start : start + self.per_step]
@@ -1761,8 +1798,8 @@ class Batches:
         return mismatched
 
 def make_units(groups: list[Group], config: Config) -> None:
-    """Each group's completions as sequences, with their advantages in the group and, with --prior, to the mean reward
-    of all groups; and the units that the loss makes of them."""
+    """Each group's completions as sequences, with their advantages in the group and, with --prior, to the
+    mean reward of all groups; and the units that the loss makes of them."""
     loss = LOSSES[config.loss]
     mean_reward = fmean([fmean(group.rewards) for group in groups])
     # The M_P and M_R of --perception sample are of all tokens.
@@ -1770,7 +1807,8 @@ def make_units(groups: list[Group], config: Config) -> None:
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
         one_group = torch.zeros(len(rewards), dtype=torch.long)
-        advantages = group_advantages(rewards, one_group, 0.01, config.scale_rewards, config.prior, mean_reward)
+        scale, prior = config.scale_rewards, config.prior
+        advantages = group_advantages(rewards, one_group, 0.01, scale, prior, mean_reward)
         advantages[advantages.abs() < 1e-9] = 0  # but for rounding there is no difference
         group.sequences = []
         for i, completion in enumerate(group.completions):
@@ -1792,7 +1830,8 @@ class Sampler:
 
     def __init__(self, policy: Module, tokenizer: Any, config: Config):
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
-        with explained(f"--model {config.model}: its chat template fails", "put another into the tokenizer's folder"):
+        advice = "put another into the tokenizer's folder"
+        with explained(f"--model {config.model}: its chat template fails", advice):
             self.stops = stop_ids(policy, tokenizer)
         self.longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
         self.pad = self.stops[0]  # padding is masked: any token that the model knows will do
@@ -1812,8 +1851,9 @@ class Sampler:
 
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
                       greedy: bool = False) -> list[Group]:
-        """`size` completions with rewards for each prompt: plan the calls, draw, reward, gather. The draws are a
-        function of --seed, `step` and the calls, which --sample-tokens and the number of ranks decide.
+        """`size` completions with rewards for each prompt: plan the calls, draw, reward, gather. The draws
+        are a function of --seed, `step` and the calls, which --sample-tokens and the number of ranks decide.
+        Raises UserError for a reward that never worked.
 
         rows: those that the prompts' `row` counts.
         """
@@ -1829,11 +1869,23 @@ class Sampler:
             rewards = self.compute_rewards(texts, [rows[repeated[i].row] for i in places])
             for i, reward in zip(places, rewards):
                 rewarded[i] = (*drawn[i], *reward)
-        return self.gather(prompts, size, rewarded)
+        everything = {}
+        for part in gather_from_ranks(rewarded):
+            everything |= part
+        for reward in self.rewards:
+            require(any(gather_from_ranks(reward.worked)),
+                    f"--reward {reward.name} failed on every sample of the first rollouts: "
+                    f"{reward.failure!r:.200}")
+        rollouts = []
+        for number, group in enumerate(prompts):
+            found = [everything[i] for i in range(number * size, (number + 1) * size)]
+            ids, logps, rewards, parts = map(list, zip(*found))
+            rollouts.append(Group(group.row, group.prompt, ids, rewards, parts=parts, logps=logps))
+        return rollouts
 
     def plan_calls(self, repeated: list[Group]) -> dict[int, list[int]]:
-        """This rank's calls of `generate`, by their number among those of all ranks: places in `repeated`. All ranks
-        have equally many, as FSDP must: the surplus changes nothing."""
+        """This rank's calls of `generate`, by their number among those of all ranks: places in `repeated`.
+        All ranks have equally many, as FSDP must: the surplus changes nothing."""
         most = math.ceil(len(repeated) / WORLD_SIZE)
         widths = [len(group.prompt) + self.config.max_new_tokens for group in repeated]
         calls = []
@@ -1853,11 +1905,13 @@ class Sampler:
             for number, places in bar:
                 ids = [repeated[i].prompt for i in places]
                 seed = seed_for(self.config.seed, "draw", step, number)
-                drawn |= zip(places, sample(self.policy, ids, self.stops, self.pad, self.config, seed, greedy))
+                found = sample(self.policy, ids, self.stops, self.pad, self.config, seed, greedy)
+                drawn |= zip(places, found)
         return drawn
 
     def compute_rewards(self, texts: list[str], rows: list[Row]) -> list[tuple[float, list[float | None]]]:
-        """For the completion of each row its reward, a weighted sum, and the parts of it; None where one failed."""
+        """For the completion of each row its reward, a weighted sum, and the parts of it; None where one
+        failed."""
         prompts = [row.prompt for row in rows]
         fields = [row.fields for row in rows]
         given = [reward(prompts, texts, fields) for reward in self.rewards]
@@ -1868,25 +1922,10 @@ class Sampler:
             found.append((sum(reward.weight * value for reward, value in zip(self.rewards, values)), parts))
         return found
 
-    def gather(self, prompts: list[Group], size: int, rewarded: dict[int, tuple]) -> list[Group]:
-        """The prompts' groups, of all ranks' completions. Raises UserError for a reward that never worked."""
-        everything = {}
-        for part in gather_from_ranks(rewarded):
-            everything |= part
-        for reward in self.rewards:
-            require(any(gather_from_ranks(reward.worked)),
-                    f"--reward {reward.name} failed on every sample of the first rollouts: {reward.failure!r:.200}")
-        rollouts = []
-        for number, group in enumerate(prompts):
-            found = [everything[i] for i in range(number * size, (number + 1) * size)]
-            ids, logps, rewards, parts = map(list, zip(*found))
-            rollouts.append(Group(group.row, group.prompt, ids, rewards, parts=parts, logps=logps))
-        return rollouts
-
 @contextlib.contextmanager
 def gathered(policy: Module) -> Iterator[None]:
-    """Sharded, each rank gets all weights at the first forward pass of a `with` and keeps them to its end: otherwise
-    `generate` gathers every layer for every token."""
+    """Sharded, each rank gets all weights at the first forward pass of a `with` and keeps them to its end:
+    otherwise `generate` gathers every layer for every token."""
     policy.set_reshard_after_forward(False)
     try:
         yield
@@ -1899,9 +1938,10 @@ def gathered(policy: Module) -> Iterator[None]:
 @torch.no_grad()
 def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int, config: Config, seed: int,
            greedy: bool = False) -> list[Completion]:
-    """One completion per prompt from one call of `model.generate`: ids up to and with the first of `stops`, and the
-    log-prob of each under the distribution that it was drawn from, to five digits; one that ends without a stop hit
-    --max-new-tokens. The draws are a function of `seed`; the global random state stays as it was."""
+    """One completion per prompt from one call of `model.generate`: ids up to and with the first of `stops`,
+    and the log-prob of each under the distribution that it was drawn from, to five digits; one that ends
+    without a stop hit --max-new-tokens. The draws are a function of `seed`; the global random state stays as
+    it was."""
     from transformers import GenerationConfig, TemperatureLogitsWarper, TopPLogitsWarper
 
     generator = torch.Generator(policy.device).manual_seed(seed)
@@ -1958,9 +1998,11 @@ def end_of(tokens: list[int], stops: list[int]) -> int:
     """How many tokens there are up to and with the first of `stops`; without one, all."""
     return next((i for i, token in enumerate(tokens, 1) if token in stops), len(tokens))
 
-def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor, logps: list[Tensor]) -> Tensor:
-    """Scores that leave one token of each row. Where the cumulative distribution passes a random number: that takes
-    one of them, and `generate`'s own way one for each token of the vocabulary, a fifth of the whole time."""
+def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor,
+                logps: list[Tensor]) -> Tensor:
+    """Scores that leave one token of each row. Where the cumulative distribution passes a random number: that
+    takes one of them, and `generate`'s own way one for each token of the vocabulary, a fifth of the whole
+    time."""
     probs = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     torch.cumsum(probs, -1, dtype=torch.float64, out=cumulative)
     total = cumulative[:, -1:]
@@ -1970,11 +2012,12 @@ def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor, 
     return scores.fill_(-math.inf).scatter_(1, tokens, 0.0)
 
 def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> Any:
-    """The keys and values of (N, T) prompts but for the last token of each, computed once where neighbours are the
-    same prompt; None where that is nowhere so, or where `can_share_prompts` or FSDP is against it.
+    """The keys and values of (N, T) prompts but for the last token of each, computed once where neighbours
+    are the same prompt; None where that is nowhere so, or where `can_share_prompts` or FSDP is against it.
 
-    Where a completion cannot be longer than the prompts, the cache has its full length from the start, in the dtype of
-    the multiplications: attention over empty places then costs less than a cache that grows with each token.
+    Where a completion cannot be longer than the prompts, the cache has its full length from the start, in the
+    dtype of the multiplications: attention over empty places then costs less than a cache that grows with
+    each token.
     """
     from transformers import DynamicCache, StaticCache
 
@@ -2022,14 +2065,15 @@ NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # of whi
 def split_reward(spec: str) -> tuple[str, float]:
     """NAME[=WEIGHT] -> its name and its weight, by default 1."""
     parts = re.fullmatch(r"(exact|math|.+\.py:\w+)(?:=(-?\d*\.?\d+))?", spec)
-    require(parts, f"--reward {spec}: write exact, math or FILE.py:function, with =WEIGHT if it has one; a reward model "
-            "is configs/model_reward.py:score")
+    require(parts, f"--reward {spec}: write exact, math or FILE.py:function, with =WEIGHT if it has one; a "
+            "reward model is configs/model_reward.py:score")
     return parts[1], float(parts[2] or 1)
 
 class Reward:
-    """What --reward names, as a function(prompts, completions, rows) that gives a finite float for each completion, or
-    None where it failed, and raises nothing; raises UserError where it cannot be loaded. Prompts are lists of messages
-    (dicts with a `role` and a `content`), completions texts, rows dicts with all that the data has."""
+    """What --reward names, as a function(prompts, completions, rows) that gives a finite float for each
+    completion, or None where it failed, and raises nothing; raises UserError where it cannot be loaded.
+    Prompts are lists of messages (dicts with a `role` and a `content`), completions texts, rows dicts with
+    all that the data has."""
 
     def __init__(self, spec: str, config: Config):
         self.name, self.weight = split_reward(spec)
@@ -2047,8 +2091,8 @@ class Reward:
                 self.function = FunctionProcess(path, name, config.reward_seconds)
 
     def __call__(self, *samples: list) -> list[float | None]:
-        """Where rewarding all of them together fails, each is rewarded alone; what still fails, or is no finite
-        number, is None, and counts as --reward-failed. One warning counts them."""
+        """Where rewarding all of them together fails, each is rewarded alone; what still fails, or is no
+        finite number, is None, and counts as --reward-failed. One warning counts them."""
         values = self.attempt(*samples)
         reasons = [value for value in values if isinstance(value, Exception)]
         if reasons:
@@ -2092,18 +2136,20 @@ def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> lis
     return rewards
 
 class FunctionProcess:
-    """A function of the user's file in a process of its own, where it may hang, crash or exhaust its memory: only the
-    call fails, with RuntimeError, or with TimeoutError beyond its limit, in seconds, which ends the process and what it
-    has started; the next call starts another. Arguments and results travel as JSON, a line each.
+    """A function of the user's file in a process of its own, where it may hang, crash or exhaust its memory:
+    only the call fails, with RuntimeError, or with TimeoutError beyond its limit, in seconds, which ends the
+    process and what it has started; the next call starts another. Arguments and results travel as JSON, a
+    line each.
 
-    seconds: the limit. command: what starts its Python. environment: its variables, else ours. log: a file for what it
-    prints.
+    seconds: the limit. command: what starts its Python. environment: its variables, else ours. log: a file
+    for what it prints.
     """
 
     def __init__(self, path: str, name: str, seconds: float, command: Iterable[str] = (),
                  environment: dict | None = None, log: Path | None = None):
         code = f"{inspect.getsource(serve_function)}\nserve_function({path!r}, {name!r}, {seconds})"
-        self.line = [*(command or [sys.executable]), "-P", "-c", code]  # -P: no modules from the present folder
+        # -P: no modules from the present folder.
+        self.line = [*(command or [sys.executable]), "-P", "-c", code]
         self.seconds, self.environment, self.log = seconds, environment, log
         self.start()
 
@@ -2207,11 +2253,11 @@ class Reference:
         self.batches = batches
         self.config = config
         self.until = 0  # the last step that the present reference serves
-        self.weights: list[Tensor] | None = None  # the reference's, in host memory, while they are still needed
+        # The reference's, in host memory, while they are still needed.
+        self.weights: list[Tensor] | None = None
         self.parameters = list(trained(policy).values())
         if config.taper and not config.sample_every:  # unknown samplers: the initial policy stands in
-            used = sorted(set(batches.order[: batches.steps * batches.per_step]))
-            known = [sequence for i in used for sequence in batches.pool[i][0]]
+            known = [sequence for i in sorted(set(batches.order)) for sequence in batches.pool[i][0]]
             unknown = [sequence for sequence in known if sequence.sampler_logps is None]
             for sequence, logps in zip(unknown, sequence_logps(policy, unknown, config)):
                 sequence.sampler_logps = logps
@@ -2302,8 +2348,7 @@ def microbatches(
     z0: Tensor | None = None,
 ) -> list[Microbatch]:
     """This rank's share of the sequences, at most --microbatch-tokens at a time. Sharded, all ranks must
-    compute as
-    many: one with fewer computes one of another's again, which counts nothing."""
+    compute as many: one with fewer computes one of another's again, which counts nothing."""
     if not sequences:
         return []
     cuts = cut(sequences, config, policy.shares_prompts)
@@ -2378,7 +2423,8 @@ def cut(sequences: list[Sequence], config: Config, shares_prompts: bool) -> list
     cuts = []
     for i in range(WORLD_SIZE):  # dealt out, so that the ranks have like work
         share = units[i::WORLD_SIZE]
-        packed = pack([max(map(width, unit)) for unit in share], config.microbatch_tokens, list(map(len, share)))
+        widths = [max(map(width, unit)) for unit in share]
+        packed = pack(widths, config.microbatch_tokens, heights=[len(unit) for unit in share])
         cuts.append([[row for place in places for row in share[place]] for places in packed])
     return cuts
 
@@ -2402,8 +2448,7 @@ def log_probs(model: Module, rows: list[list[Sequence]], temperature: float = 1.
     it.
 
     Rows are padded on the right, so that no completion token attends to padding. Sequences a, b of one row
-    share
-    their prompt p, of which only the last token comes again, before each completion:
+    share their prompt p, of which only the last token comes again, before each completion:
 
         ids        p1 p2 p3   p4 a1 a2   p4 b1
         labels      -  -  -   a1 a2 a3   b1 b2
@@ -2427,8 +2472,7 @@ def log_probs(model: Module, rows: list[list[Sequence]], temperature: float = 1.
         table.append((ids, labels, positions, segments))
 
     ids, labels, positions, segments = (
-        pad_sequence([torch.tensor(row[i]) for row in table], batch_first=True, padding_value=-100 if i == 1 else 0)
-        for i in range(4)
+        pad_sequence([torch.tensor(row[i]) for row in table], True, -100 if i == 1 else 0) for i in range(4)
     )
     move = functools.partial(Tensor.to, device=model.device, non_blocking=True)
     layout = {}
@@ -2464,7 +2508,8 @@ def completion_logps(
     # Granite divides its logits by one number, Cohere multiplies them by another.
     divisor = getattr(text, "logits_scaling", None) or 1.0
     factor = getattr(text, "logit_scale", None) or 1.0
-    return token_logps(hidden, head.weight, labels, head.bias, softcap, temperature=temperature * (divisor / factor))
+    temperature = temperature * (divisor / factor)
+    return token_logps(hidden, head.weight, labels, head.bias, softcap, temperature=temperature)
 
 def token_logps(
     hidden: Tensor,
@@ -2547,7 +2592,8 @@ class TokenLogps(torch.autograd.Function):
             if kept:
                 out, scale = kept.pop()
             else:
-                out, scale, _ = TokenLogps.of_chunk(out, rows, weight, bias, labels[here, None], *ctx.settings)
+                label = labels[here, None]
+                out, scale, _ = TokenLogps.of_chunk(out, rows, weight, bias, label, *ctx.settings)
             d_logits = out.to(weight.dtype)
             factor = -grad[here, None] / scale  # on the short side of each product
             d_hidden[here] = (d_logits @ weight) * factor
@@ -2598,8 +2644,8 @@ def join_ranks() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         count = torch.cuda.device_count()
-        require(device.index < count, f"rank {device.index} has no GPU, there are {count}; start so many with "
-                f"--nproc_per_node {count}")
+        require(device.index < count, f"rank {device.index} has no GPU, there are {count}; start so many "
+                f"with --nproc_per_node {count}")
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         # A name of its own for each start: after a restart torchrun's store still holds the addresses of
@@ -2660,7 +2706,8 @@ def full(tensor: Tensor) -> Tensor:
 def copy_full(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded."""
     if isinstance(target, DTensor):
-        value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+        value = value.to(target.device)
+        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(value)
 
 # ---------- Checkpoints and the final folder ----------------------------------------------------------------
@@ -2668,8 +2715,8 @@ def copy_full(target: Tensor, value: Tensor) -> None:
 
 class Saver:
     """Writes checkpoints while the loop goes on: it waits for the copy of its state, not for the disk. A
-    checkpoint is everything that the next step depends on; randomness needs none, as a function of the
-    seed and the step. Rank 0 writes, tensors whole, so that any number of ranks can read."""
+    checkpoint is everything that the next step depends on; randomness needs none, as a function of the seed
+    and the step. Rank 0 writes, tensors whole, so that any number of ranks can read."""
 
     def __init__(self, folder: Path, config: Config, newest: Path | None):
         self.folder, self.config, self.newest = folder, config, newest
@@ -2802,8 +2849,7 @@ FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every 
                   "checkpoint_activations track").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
-    """Put everything back; returns the step that was the last. Raises UserError where the settings
-    differ."""
+    """Put everything back; returns the step that was the last. Raises UserError where the settings differ."""
     from safetensors import safe_open
     policy, batches, config = reference.policy, reference.batches, reference.config
     tensors = safe_open(path / "tensors.safetensors", framework="pt")  # reads one when it is asked for
@@ -2824,8 +2870,8 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
                 "config.toml")
     require(state["data"] == batches.fingerprint,
             f"--resume {path}: the rows of --data have changed since then")
-    if config.steps is None:
-        batches.steps = settings["steps"]
+    require(config.steps or batches.steps == settings["steps"],
+            f"--resume {path}: it was to take {settings['steps']} steps; say --steps {settings['steps']}")
     require(state["step"] <= batches.steps <= settings["steps"],
             f"--resume {path}: it has done {state['step']} of its planned {settings['steps']} steps, so "
             f"--steps {batches.steps} must lie between; for more, start a run with the model of final/")
@@ -3082,7 +3128,7 @@ def check_config(config: Config) -> None:
     require(not config.sample_every or config.group_size > 1,
             "--group-size 1 leaves nothing to compare; use 2 or more")
     require(re.fullmatch(r"generate|.+\.py:\w+", config.sampler),
-            f"--sampler {config.sampler}: write generate or FILE.py:function, such as configs/external.py:vllm")
+            f"--sampler {config.sampler}: write generate or FILE.py:function, say configs/external.py:vllm")
     require(config.resume != "latest" or config.out,
             "--resume latest looks in the run's folder; name it with --out")
 

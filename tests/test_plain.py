@@ -214,7 +214,7 @@ SLOW = [
      "torch.where(~x.rejected,",
      "grpo, sampling"),
     ("chosen and rejected are mixed up",
-     "dpo_of_microbatch", "perceived[0::2], perceived[1::2]",
+     "LOSSES", "perceived[0::2], perceived[1::2]",
      "perceived[1::2], perceived[0::2]",
      "dpo, plain, offline"),
     ("KTO's kinds are not balanced",
@@ -226,9 +226,9 @@ SLOW = [
      "torch.ones_like(rejected)",
      "dpo, taper, offline"),
     ("the log-ratio is of the sampler",
-     "log_ratios", "else x.ref_logps), logps - x.ref_logps",
-     "else logps.detach()), logps - x.ref_logps",
-     "grpo, humanline, offline"),
+     "log_ratios", "d = logps - x.ref_logps",
+     "d = logps - (x.ref_logps if x.sampler_logps is None else x.sampler_logps)",
+     "grpo, humanline, every 4, k 3"),
     ("the old policy is the policy of the step",
      "Reference", "drawn_until > step",
      "step < 0",
@@ -247,8 +247,8 @@ SLOW = [
 def with_mistake(place: str, right: str, wrong: str, folder: Path):
     """humanline.py as a module of its own, with one text of a function or class replaced."""
     text = Path(humanline.__file__).read_text()
-    start = re.search(rf"^(def|class) {place}\b", text, re.MULTILINE).start()
-    end = re.compile(r"^(def|class|@|#)", re.MULTILINE).search(text, start + 1).start()
+    start = re.search(rf"^((def|class) )?{place}\b", text, re.MULTILINE).start()
+    end = re.compile(r"^(def|class|@|#|[A-Z]+ =)", re.MULTILINE).search(text, start + 1).start()
     assert text[start:end].count(right) == 1, f"{place} holds {right!r} {text[start:end].count(right)} times"
     path = folder / "mistaken.py"
     path.write_text(text[:start] + text[start:end].replace(right, wrong) + text[end:])
