@@ -183,8 +183,8 @@ class Config:
     lr: float | None = None
     """AdamW's, after warmup. Default: 1e-6; with --lora ten times that (Schulman et al. 2025, LoRA Without
     Regret)."""
-    # Fraction of the steps over which the learning rate rises linearly; then it is constant.
     warmup: float = 0.1
+    """Fraction of the steps over which the learning rate rises linearly; then it is constant."""
     weight_decay: float = 0.0  # AdamW's decoupled weight decay.
     adam_eps: float = 1e-8  # AdamW's epsilon. The authors' scripts use 1e-5.
     max_grad_norm: float = 1.0  # The gradient is scaled down to this norm where it is longer.
@@ -1747,7 +1747,8 @@ class Batches:
                     "--sample-every 1")
             make_units(groups, config)
             self.pool = [(unit, group) for group in groups for unit in group.units]
-            require(self.pool, "--data: no row has a better and a worse completion; that teaches nothing")
+            require(self.pool,
+                    "--data: no row has a better and a worse completion, so there is nothing to train on")
         self.steps = config.steps or max(1, len(self.pool) // self.per_step)  # of the whole run
         # Of the pool's members, over the whole run; each epoch has an order of its own.
         self.order: list[int] = []

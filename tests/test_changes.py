@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT, gradient, metrics, policy_of, random_batch
 from test_ranks import DRIVER, END, agree, torchrun
 
@@ -33,12 +32,13 @@ METRIC = """
         "grew": (log_ratio > 0, x.mask),
 """
 DPO_WITH_KL = """
-    return dpo_loss(perceived[0::2], perceived[1::2], config.beta)
+        compute=lambda x, d, perceived, config: dpo_loss(perceived[0::2], perceived[1::2], config.beta),
 """, """
-    kl = token_kl(d).sum(-1)
-    return dpo_loss(perceived[0::2], perceived[1::2], config.beta) + config.kl_beta * (kl[0::2] + kl[1::2])
+        compute=lambda x, d, perceived, config: (
+            dpo_loss(perceived[0::2], perceived[1::2], config.beta)
+            + config.kl_beta * token_kl(d).sum(-1).view(-1, 2).sum(-1)),
 """
-DPO_SETTINGS = 'best_against_worst, "pair", settings="beta")', 'best_against_worst, "pair", settings="beta kl_beta")'
+DPO_SETTINGS = 'settings="beta",', 'settings="beta kl_beta",'
 BEST_OF_TWO = """
 def best_of_two(run):
     mean = lambda drawn: sum(drawn[1]) / len(drawn[1])

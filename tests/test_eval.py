@@ -329,16 +329,6 @@ def test_what_perception_lets_through_is_what_training_lets_through():
     assert np.mean(np.abs(shares - expected) > 1e-9) < 0.1  # but for outcomes right at an end
 
 
-def test_perception_finds_the_policys_own_samples_closer_than_other_data(ask, run, two_sources, tmp_path):
-    folder = run("--loss dpo --beta 0.2 --lr 2e-2 --steps 10 --batch-size 8", data="pairs")
-    said = ask(f"perception --model {folder} --data {two_sources['other']} --max-new-tokens 6 --out figure.png")
-    own, data = line_of(said, "the policy's own samples"), line_of(said, "the data")
-    assert own[0] < data[1] and own[3] < data[4]  # KL for both γ; the data's first number is the share let through
-    assert data[0] == 100.0 and line_of(said, "after clipping")[0] < 100.0
-    assert all(low <= kl <= high for kl, low, high in (own[:3], own[3:], data[1:4], data[4:]))
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
 # plot.
 
 def test_plot_puts_seeds_into_one_line_and_keeps_settings_apart(ask, run, tmp_path):
@@ -374,22 +364,6 @@ def curves(monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", keep)
     return drawn
-
-
-def test_any_column_is_drawn_and_against_any_other(ask, curves, tmp_path):
-    folders = [tmp_path / name / "run" for name in "ab"]
-    for lr, folder in enumerate(folders, 1):
-        folder.mkdir(parents=True)
-        (folder / "config.toml").write_text(f"lr = {lr}e-5\n")
-        lines = [dict(step=i, kl=i * i, reward=10 - i, novel=3 * i, kind="text") for i in (1, 2, 3)]
-        write_jsonl(folder / "metrics.jsonl", lines)
-    ask(f"plot {folders[0]} --metrics novel kl")
-    assert curves["novel"] == [([1, 2, 3], [3, 6, 9])] and curves["x"] == "optimizer steps" and "reward" not in curves
-    said = ask(f"plot {folders[0]} --metrics reward novel --against kl")
-    assert curves[evaluation.PANELS["reward"]] == [([1, 4, 9], [9, 8, 7])]
-    assert curves["novel"] == [([1, 4, 9], [3, 6, 9])] and curves["x"] == evaluation.PANELS["kl"] and "bands" not in said
-    ask(f"plot {folders[0]} {folders[1]} --metrics novel")  # folders of one name, with settings of their own
-    assert len(curves["novel"]) == 2
 
 
 # What is wrong is said in one line, with exit status 2, before anything is written.

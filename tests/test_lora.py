@@ -1,19 +1,18 @@
 """LoRA: adapters beside a frozen base, with a reference that moves. Skipped where peft is not installed."""
 
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics, random_batch, rows_of, timeless
+from conftest import metrics, random_batch, timeless
 from safetensors.torch import load_file
 from test_command_line import complaint
 from test_models import ARCHITECTURES, folder, full_logits_logps, own_rows, some_sequences  # noqa: F401  (a fixture)
 from test_ranks import DRIVER, END, torchrun
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import eval as evaluation
 import humanline
@@ -141,21 +140,6 @@ def test_the_final_folder_is_a_peft_folder_that_merges_into_the_same_model(run, 
     assert torch.allclose(theirs(ids).logits, whole(ids).logits, rtol=0, atol=1e-5)
     with theirs.disable_adapter():
         assert (theirs(ids).logits - whole(ids).logits).abs().max() > 0.01
-
-
-def test_the_final_folder_trains_on_in_trl(run, tmp_path):
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    final = run(f"{LORA} --loss dpo --lr 0.1") / "final"
-    model = peft.AutoPeftModelForCausalLM.from_pretrained(final, is_trainable=True)
-    args = trl.DPOConfig(output_dir=str(tmp_path / "trl"), per_device_train_batch_size=4, max_steps=2, use_cpu=True,
-                         bf16=False, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True)
-    trainer = trl.DPOTrainer(model, args=args, train_dataset=datasets.Dataset.from_list(rows_of("pairs", 8)),
-                             processing_class=AutoTokenizer.from_pretrained(final))
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    trainer.train()
-    assert before and all("lora_" in name for name in before)
-    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if name in before)
-    assert all(math.isfinite(line["loss"]) for line in trainer.state.log_history if "loss" in line)
 
 
 def test_a_peft_folder_is_merged_on_load_and_measured(run, tmp_path, data_files, tiny, capsys):

@@ -385,14 +385,6 @@ def test_a_pad_token_that_the_model_does_not_know_is_not_used(folder, rows, tmp_
     assert len(metrics(train(str(tmp_path / "model"), rows, tmp_path / "out", "--steps 1 --sample-every 1"))) == 1
 
 
-def test_padding_a_prompt_on_the_left_changes_no_sample(folder):
-    for family in ("llama", "gemma2", "gpt2"):  # learned, rotary and windowed positions alike
-        policy, tokenizer, config = load(folder(family), max_new_tokens=1, temperature=1e-3)
-        prompts = encoded_prompts(tokenizer, "short", PROMPT, PROMPT * 3)
-        likeliest = [int(policy(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) for ids in prompts]
-        assert [ids[0] for ids, _ in humanline.sample(policy, prompts, [0], 0, config, 0)] == likeliest, family
-
-
 def test_system_message_and_prompt_template_reach_the_model(folder):
     settings = dict(system="Be brief.", prompt_template="{prompt} Put it in \\boxed{}.")
     _, tokenizer, group = encoded(folder("qwen3"), PAIRS[0], **settings)
@@ -450,16 +442,6 @@ def test_a_thought_that_brings_its_mark_along_is_opened_once(folder, tmp_path):
     group = encoded_row(*loaded, chosen="<think>\n3 + 4 is 7.\n</think>\n\n7", rejected="no")
     whole = [loaded[1].decode(group.prompt + completion) for completion in group.completions]
     assert [text.count("<think>") for text in whole] == [1, 0] and whole[1].endswith("assistant\nno<|im_end|>")
-
-
-def test_a_space_before_an_answer_is_a_part_of_it(folder, tmp_path):
-    template = ("{% for m in messages %}{{ m.role.title() }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else "
-                "'\\n\\n' }}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}")
-    policy, tokenizer, config = with_template(folder, "qwen2", template, tmp_path / "model")
-    group = encoded_row(policy, tokenizer, config, chosen=ANSWER, rejected="no")
-    turns = [dict(role="user", content=PROMPT), dict(role="assistant", content=ANSWER)]
-    assert group.prompt + group.completions[0] == tokenizer.apply_chat_template(turns)["input_ids"]
-    assert tokenizer.decode(group.completions[0]).startswith(" 3+4")
 
 
 def test_what_a_template_is_told_reaches_the_prompts(folder, tmp_path):

@@ -112,18 +112,6 @@ def test_prompts_that_differ_between_runs_stand_in_the_columns(ask, run, prompts
     assert re.search(rf"^ \(<{re.escape(first)}>\) +│ \(\[{re.escape(first)}\]\) *$", said, re.M)
 
 
-@pytest.mark.parametrize("columns", [40, 120])
-def test_columns_hold_whatever_a_model_may_say(columns, capsys):
-    from rich.cells import cell_len
-
-    texts = ["你好，世界。" * 9, "fine 😊 " * 20, "a\x1b[2J\a\r\nb\tc", "x" * 99, "\n\n  indented\nlines\n"]
-    evaluation.print_columns(["a", "b", "c", "d", "e"], [texts], columns)
-    said = capsys.readouterr().out
-    assert max(map(cell_len, said.splitlines())) <= columns
-    assert "\x1b" not in said and "\a" not in said and "\r" not in said
-    assert said.count("x") == 99 and said.count("😊") == 20 and said.count("世") == 9
-
-
 # chat.
 
 TEMPLATE = ("{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}"
@@ -191,15 +179,6 @@ def test_a_chat_is_asked_as_in_training(talk, talker, run, data_files):
                  flags=["--model", talker, "--data", data, "--batch-size", "2"])
     _, ((first, one), (second, _)) = talk(f"--model {folder}", "1", "2")
     assert first == "s:be;u:<1>;a:" and second == f"s:be;u:1;a:{one};u:<2>;a:" and len(one) <= 3
-
-
-def test_several_models_answer_in_turn_and_keep_their_own_dialogues(talk, talker, run, data_files):
-    flags = ["--model", talker, "--data", data_files["groups"], "--batch-size", "2"]
-    other = run("--steps 2 --lr 0.5 --no-humanline", flags=flags)
-    said, heard = talk(f"--model {talker} {other} --max-new-tokens 4", "1", "2")
-    (_, one), (_, two), (again, _), (again_two, _) = heard
-    assert again == f"u:1;a:{one};u:2;a:" and again_two == f"u:1;a:{two};u:2;a:" and one != two
-    assert re.findall(r"^(\S+)> ", said.replace("you> ", ""), re.M) == [talker, str(other)] * 2
 
 
 def test_without_a_chat_template_each_text_is_continued_by_itself_which_is_said_once(talk, plain):

@@ -10,7 +10,7 @@ import torch
 from conftest import metrics, random_batch, same_weights, timeless
 
 import humanline
-from humanline import Batch, Config, Loss, best_against_worst, sum_tokens
+from humanline import Batch, Config
 
 OFFLINE, SPARSE, ONLINE = "--sample-every 0", "--sample-every 4", "--sample-every 1"
 
@@ -96,21 +96,6 @@ def test_grpo_averages_over_the_tokens_or_the_sequences_of_the_whole_batch(tiny,
     assert humanline.forward_backward(policy, batch, config)["loss"] == pytest.approx(expected.mean().item(), rel=1e-4)
 
 
-def test_kto_has_one_reference_point_for_the_whole_batch(tiny):
-    policy, _, config = policy_of(tiny, loss="kto", perception="clip", beta=0.5, microbatch_tokens=20)
-    batch = random_batch("kto")
-
-    gain = lambda sequence: (own_logps(policy, sequence) - sequence.ref_logps).clamp(-1.5, 1.5).sum()
-    gains = lambda sequences: torch.stack(list(map(gain, sequences)))
-    z0 = gains(batch.mismatched).mean().clamp(min=0)
-    desirable = torch.tensor([sequence.is_chosen for sequence in batch.sequences])
-    value = 0.5 * (gains(batch.sequences) - z0)
-    expected = torch.where(desirable, 1.5 * (1 - torch.sigmoid(value)), 1 - torch.sigmoid(-value)).mean()
-    report = humanline.forward_backward(policy, batch, config)
-    assert report["loss"] == pytest.approx(expected.item(), rel=1e-4)
-    assert report["z0"] == pytest.approx(z0.item(), rel=1e-4, abs=1e-6)
-
-
 def test_a_batch_of_one_kind_or_of_nothing_is_a_step_like_any_other(tiny):
     policy, _, config = policy_of(tiny, loss="kto", perception="clip")
     batch = random_batch("kto")
@@ -119,47 +104,6 @@ def test_a_batch_of_one_kind_or_of_nothing_is_a_step_like_any_other(tiny):
     for perception in ("clip", "sample"):
         empty = Config(loss="dpo", perception=perception)
         assert humanline.forward_backward(policy, Batch(1, [], [], 0.5), empty)["loss"] == 0
-
-
-def add_ipo(monkeypatch) -> None:
-    """A loss of one's own: identity preference optimization (Azar et al. 2023)."""
-    def ipo(x, d, perceived, config):
-        margin = sum_tokens(perceived[0::2]) - sum_tokens(perceived[1::2])
-        return (margin - 1 / (2 * config.beta)) ** 2
-
-    monkeypatch.setitem(humanline.LOSSES, "ipo", Loss(ipo, best_against_worst, "pair", settings="beta"))
-
-
-@pytest.mark.parametrize("perception", ["clip", "none"])
-def test_ipo_added_as_an_entry_of_losses_has_the_value_and_gradient_of_its_formula(tiny, monkeypatch, perception):
-    add_ipo(monkeypatch)
-    policy, _, config = policy_of(tiny, loss="ipo", perception=perception, beta=0.25, microbatch_tokens=30)
-    batch, terms = random_batch("dpo"), []
-    for chosen, rejected in zip(batch.sequences[0::2], batch.sequences[1::2]):
-        difference = 0.0  # log (π_θ(y_w) / π_ref(y_w)) - log (π_θ(y_l) / π_ref(y_l))
-        for sequence, sign in ((chosen, 1), (rejected, -1)):
-            logits = policy(input_ids=torch.tensor([sequence.prompt + sequence.completion])).logits[0]
-            for position, token in enumerate(sequence.completion):
-                logp = logits[len(sequence.prompt) + position - 1].log_softmax(0)[token]
-                log_ratio = logp - sequence.ref_logps[position]
-                difference += sign * (log_ratio.clamp(-1.5, 1.5) if perception == "clip" else log_ratio)
-        terms.append((difference - 1 / (2 * 0.25)) ** 2)
-    expected = sum(terms) / 4
-    slopes = torch.cat([slope.flatten() for slope in torch.autograd.grad(expected, list(policy.parameters()))])
-    assert humanline.forward_backward(policy, batch, config)["loss"] == pytest.approx(expected.item(), rel=1e-4)
-    assert torch.allclose(gradient(policy, batch, config), slopes, rtol=1e-3, atol=1e-5 * float(slopes.abs().max()))
-
-
-@pytest.mark.parametrize("flags, data", [
-    ("--microbatch-tokens 60", "pairs"), ("--sample-every 2 --sync-k 3", "prompts")])
-def test_ipo_added_as_an_entry_of_losses_trains(run, monkeypatch, flags, data):
-    add_ipo(monkeypatch)
-    folder = run(f"--loss ipo --beta 0.5 {flags}", data=data)
-    lines = metrics(folder)
-    assert len(lines) == 6 and (folder / "final" / "model.safetensors").exists()
-    assert lines[0]["loss"] == pytest.approx(1.0)  # (0 - 1 / (2 · 0.5))², as the reference is the policy
-    assert all("reward_margin" in line and line["grad_norm"] > 0 for line in lines)
-    assert lines[-1]["loss"] != lines[0]["loss"]
 
 
 @pytest.mark.parametrize("loss, advice", [("zpo", "did you mean 'dpo'?"), ("reinforce", "known: dpo, grpo, kto")])
@@ -202,43 +146,6 @@ def spy(monkeypatch) -> SimpleNamespace:
     note(humanline.Reference, "sync", "sync")
     note(torch.optim.AdamW, "step", "step")
     return seen
-
-
-REFERENCES = [  # flags, k, or 0 where the reference stays
-    ("--loss dpo --sync-k 1", 1), ("--loss kto --sync-k 3", 3), ("--sync-k 3 --sample-every 1", 3),
-    ("--loss dpo --sync-k 3 --sample-every 4", 3), ("--loss kto --sync-k 5 --sample-every 2", 5),
-    ("--sync-k 3 --lora 4 --lr 0.1", 3), ("--loss dpo --sync-k 4 --sample-every 3 --lora 4 --lr 0.1", 4),
-    ("--loss kto --no-humanline", 0), ("--no-humanline --sample-every 2 --kl-beta 0.5 --temperature 0.8", 0)]
-
-
-@pytest.mark.parametrize("flags, k", REFERENCES, ids=[flags for flags, _ in REFERENCES])
-def test_reference_log_probs_are_those_of_the_policy_of_the_step_that_synced(run, monkeypatch, flags, k):
-    seen = spy(monkeypatch)
-    config = humanline.parse_config(["--model", "x", "--data", "x", *flags.split()])
-    run(f"{flags} --steps 10")
-    for step in range(1, 11):
-        synced = (step - 1) // k * k if k else 0  # the newest sync before this step; 0 is the start
-        policy, batch = seen.policies[max(0, synced - 1)], seen.batches[step - 1]
-        sequences = [sequence for sequence in batch.sequences + batch.mismatched if not sequence.is_idle]
-        expected = humanline.sequence_logps(policy, sequences, config)
-        for sequence, logps in zip(sequences, expected, strict=True):
-            assert torch.allclose(sequence.ref_logps, logps, rtol=0, atol=1e-5), step
-    moved = humanline.sequence_logps(seen.policies[-1], sequences, config)
-    assert not torch.allclose(torch.cat(moved), torch.cat(expected), rtol=0, atol=1e-3)  # so it matters which
-
-
-@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_online_without_humanline_the_log_ratio_is_to_the_policy_that_drew(run, monkeypatch, loss):
-    seen = spy(monkeypatch)
-    config = humanline.parse_config(f"--model x --data x --loss {loss}".split())
-    lines = metrics(run(f"--loss {loss} --no-humanline --sample-every 3"))
-    for step, batch in enumerate(seen.batches, 1):
-        drew = (step - 1) // 3 * 3
-        sequences = [sequence for sequence in batch.sequences if not sequence.is_idle]
-        expected = humanline.sequence_logps(seen.policies[drew], sequences, config)
-        for sequence, logps in zip(sequences, expected, strict=True):
-            assert sequence.ref_logps is None and torch.allclose(sequence.old_logps, logps, rtol=0, atol=1e-5)
-    assert lines[0]["drift"] == 0 < lines[1]["drift"]
 
 
 def test_with_k_1_the_reference_lags_by_one_step_so_log_ratios_are_not_zero(run):

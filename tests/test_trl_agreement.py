@@ -51,7 +51,7 @@ def draw(seed: int) -> Draw:
                 torch.arange(width) < lengths[:, None], normal(count), epsilon, epsilon_high)
 
 
-def loss_of_trl(given: Draw, loss_type: str, beta: float, level: str, corrected: bool = False):
+def loss_of_trl(given: Draw, loss_type: str, beta: float, corrected: bool = False):
     """The loss and its gradient, by TRL's method on a stand-in for the trainer, whose model yields the given log-probs.
 
     corrected: `use_bias_correction_kl`, TRL's default: the KL term times the ratio (DeepSeek-V3.2; not Shao et al.).
@@ -59,7 +59,7 @@ def loss_of_trl(given: Draw, loss_type: str, beta: float, level: str, corrected:
     logps = given.logps.clone().requires_grad_()
     zeros = torch.zeros_like(given.logps)
     trainer = types.SimpleNamespace(
-        loss_type=loss_type, beta=beta, importance_sampling_level=level, epsilon_low=given.epsilon,
+        loss_type=loss_type, beta=beta, importance_sampling_level="token", epsilon_low=given.epsilon,
         epsilon_high=given.epsilon_high, max_completion_length=LONGEST, model=types.SimpleNamespace(training=True),
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logps, zeros, None),
         args=types.SimpleNamespace(delta=None, use_bias_correction_kl=corrected, steps_per_generation=1),
@@ -75,10 +75,10 @@ def loss_of_trl(given: Draw, loss_type: str, beta: float, level: str, corrected:
     return loss.detach(), torch.autograd.grad(loss, logps)[0]
 
 
-def loss_of_ours(given: Draw, loss_type: str, beta: float, level: str):
+def loss_of_ours(given: Draw, loss_type: str, beta: float):
     """The same by ours, in two microbatches."""
     config = Config(average=AVERAGES[loss_type], max_new_tokens=LONGEST, epsilon=given.epsilon,
-                    epsilon_high=given.epsilon_high, kl_beta=beta, ratio=level)
+                    epsilon_high=given.epsilon_high, kl_beta=beta)
     batch = Batch(1, [Sequence([0], [0] * int(mask.sum())) for mask in given.mask], [], None)
     logps, loss = given.logps.clone().requires_grad_(), 0.0
     for part in (slice(0, 1), slice(1, None)):
@@ -96,15 +96,14 @@ def check_equal(ours, theirs, seed: int) -> None:
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-6, msg=lambda text: f"draw {seed}: {text}")
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("loss_type", AVERAGES)
-def test_the_grpo_loss_and_its_gradient_are_trls(loss_type, beta, level):
+def test_the_grpo_loss_and_its_gradient_are_trls(loss_type, beta):
     gradients = []
     for seed in range(200):
         given = draw(seed)
-        theirs = loss_of_trl(given, loss_type, beta, level)
-        check_equal(loss_of_ours(given, loss_type, beta, level), theirs, seed)
+        theirs = loss_of_trl(given, loss_type, beta)
+        check_equal(loss_of_ours(given, loss_type, beta), theirs, seed)
         gradients.append(theirs[1])
     passing = torch.cat([(gradient != 0).flatten() for gradient in gradients]).float().mean()
     assert beta or 0.2 < passing < 0.8  # some tokens are clipped, others not
@@ -114,9 +113,9 @@ def test_without_an_upper_epsilon_the_lower_one_serves_for_both():
     for seed in range(200):
         given = draw(seed)
         given.epsilon_high = given.epsilon
-        theirs = loss_of_trl(given, "dapo", 0.04, "token")
+        theirs = loss_of_trl(given, "dapo", 0.04)
         given.epsilon_high = None
-        check_equal(loss_of_ours(given, "dapo", 0.04, "token"), theirs, seed)
+        check_equal(loss_of_ours(given, "dapo", 0.04), theirs, seed)
 
 
 def test_trls_default_kl_term_is_ours_times_the_ratio(monkeypatch):
@@ -132,11 +131,11 @@ def test_trls_default_kl_term_is_ours_times_the_ratio(monkeypatch):
         given = draw(seed)
         if seed % 2:
             given.old_logps = given.logps
-        theirs = loss_of_trl(given, "dapo", 0.04, "token", corrected=True)
-        assert (loss_of_ours(given, "dapo", 0.04, "token")[1] - theirs[1]).abs().max() > 1e-5
+        theirs = loss_of_trl(given, "dapo", 0.04, corrected=True)
+        assert (loss_of_ours(given, "dapo", 0.04)[1] - theirs[1]).abs().max() > 1e-5
         with monkeypatch.context() as patch:
             patch.setattr(humanline, "grpo_loss", with_correction)
-            check_equal(loss_of_ours(given, "dapo", 0.04, "token"), theirs, seed)
+            check_equal(loss_of_ours(given, "dapo", 0.04), theirs, seed)
 
 
 # ---------- Whole runs ------------------------------------------------------------------------------------------------
@@ -300,16 +299,6 @@ def test_fully_online_grpo_with_kl_steps_to_trls_weights(monkeypatch, tiny, tmp_
                                                beta=0.04, loss_type="dapo")
     check_same(ours, metrics, theirs, log, 2)
     assert log[0]["kl"] == 0 < log[1]["kl"]
-
-
-def test_leaving_out_a_group_without_a_difference_still_steps_to_trls_weights(monkeypatch, tiny, tmp_path, varied):
-    """Without a KL such a group has no gradient, so that we skip it and TRL does not; both count its tokens."""
-    (ours, metrics), (theirs, log) = both_grpo(monkeypatch, tiny, tmp_path, varied, every=2, steps=4, beta=0.0,
-                                               loss_type="dapo")
-    check_same(ours, metrics, theirs, log, 4)
-    of_drawing = [humanline.fmean([line["no_difference"] for line in metrics[start : start + 2]]) for start in (0, 2)]
-    assert max(of_drawing) > 0
-    assert of_drawing == pytest.approx([log[step]["frac_reward_zero_std"] for step in (0, 2)], abs=1e-6)
 
 
 def test_another_kl_weight_ends_elsewhere(monkeypatch, tiny, tmp_path, varied):
