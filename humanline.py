@@ -3204,7 +3204,9 @@ def last_line(run: Run) -> str:
         gained = ("mean reward on held-out prompts went from {accuracy_before:.3f} to {accuracy:.3f}, "
                   "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.known)
     seconds = time.perf_counter() - run.started
-    other = "--no-humanline --no-taper" if run.config.humanline else "--humanline"
+    other = "--no-humanline" if run.config.humanline else "--humanline"
+    if run.config.taper and run.config.humanline:
+        other += " --no-taper"
     return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in {seconds:.0f} s; the model is in "
             f"{run.out / 'final'}; compare with: {again} {other}")
 

@@ -336,13 +336,12 @@ def test_an_impossible_folder_is_one_line(tiny, data_files, tmp_path, capsys, ou
 def test_the_last_line_says_what_was_gained_and_how_to_go_on(tiny, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["somewhere/humanline.py"])
     known = dict(accuracy_before=0.1, greedy_before=0.2, accuracy=0.5, greedy=0.6, loss=1.0)
-    made = SimpleNamespace(config=parse(f"--model {tiny} --data d"), out=Path("my run"), stopped_at=None, started=0, seen=0,
+    made = SimpleNamespace(config=parse(f"--model {tiny} --data d"), out=Path("my run"), stopped_at=None, started=0,
                            batches=SimpleNamespace(steps=7), known=known)
     gained = "mean reward on held-out prompts went from 0.100 to 0.500, greedy from 0.200 to 0.600: GRPO, humanline, 7 steps in"
     assert humanline.last_line(made).startswith(gained)
-    assert humanline.last_line(made).endswith("python humanline.py --config 'my run/config.toml' --no-humanline --no-taper")
+    assert humanline.last_line(made).endswith("python humanline.py --config 'my run/config.toml' --no-humanline")
     made.known = dict(accuracy=0.5, greedy=0.6)  # resumed elsewhere: nothing was measured before
-    made.seen = 3
     assert humanline.last_line(made).startswith("GRPO, humanline, 7 steps in")
     made.stopped_at = 3
     assert humanline.last_line(made) == ("stopped after step 3 of 7, saved; go on with: python humanline.py --config "
