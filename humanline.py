@@ -37,6 +37,7 @@ import datetime
 import difflib
 import functools
 import hashlib
+import importlib
 import inspect
 import io
 import itertools
@@ -56,7 +57,6 @@ import time
 import tomllib
 import weakref
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -212,7 +212,8 @@ class Config:
     eval_every: int = 0  # Measure every so many steps; 0: before and after.
     eval_prompts: int = 500  # Held-out prompts per evaluation.
     eval_samples: int = 2  # Completions drawn per held-out prompt.
-    track: Literal["tensorboard", "wandb"] | None = None  # Send the metrics there, too; pip install it.
+    track: str | None = None
+    """Send the metrics there, too: wandb, or a module with the same functions, such as trackio."""
     config: str | None = None  # A .toml file of these settings; flags override it.
 
     def __post_init__(self):
@@ -326,33 +327,26 @@ def humanline_sample(
 # ---------- Objectives --------------------------------------------------------------------------------------
 # What each loss makes of the perceived log-ratio. No averaging here: the loop divides by global counts.
 
-def sum_tokens(log_ratio: Tensor) -> Tensor:
-    """(N, T) token log-ratios -> (N,) sequence log-ratios; (N,) passes through."""
-    return log_ratio.sum(-1) if log_ratio.dim() > 1 else log_ratio
-
 def dpo_loss(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, beta: float = 0.1) -> Tensor:
-    """-log σ(β (Σ_t d̃ʷ_t - Σ_t d̃ˡ_t)) (Rafailov et al. 2023, eq. 7). Paste with `sum_tokens`.
+    """-log σ(β (Σ_t d̃ʷ_t - Σ_t d̃ˡ_t)) (Rafailov et al. 2023, eq. 7).
 
     Args:
-        chosen_log_ratio, rejected_log_ratio: (N, T) token log-ratios, zero at masked positions (the two T may
-            differ), or (N,) sums of them, in nats.
+        chosen_log_ratio, rejected_log_ratio: (N, T) token log-ratios in nats, zero at masked positions; the
+            two T may differ.
     Returns:
         (N,) losses, one per pair.
 
     >>> dpo_loss(torch.zeros(1, 3), torch.zeros(1, 5))
     tensor([0.6931])
     """
-    return -F.logsigmoid(beta * (sum_tokens(chosen_log_ratio) - sum_tokens(rejected_log_ratio)))
+    return -F.logsigmoid(beta * (chosen_log_ratio.sum(-1) - rejected_log_ratio.sum(-1)))
 
-def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: float = 0.1,
-             desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> Tensor:
-    """λ_D (1 - σ(β (Σ d̃ - z₀))) if desirable, else λ_U (1 - σ(β (z₀ - Σ d̃))) (Ethayarajh et al. 2024, eq.
-    8).
-
-    Paste with `sum_tokens`.
+def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: float = 0.1) -> Tensor:
+    """1 - σ(β (Σ_t d̃_t - z₀)) if desirable, else 1 - σ(β (z₀ - Σ_t d̃_t)) (Ethayarajh et al. 2024, eq. 8, but
+    for the factors λ_D and λ_U).
 
     Args:
-        log_ratio: (N, T) token log-ratios, zero at masked positions, or (N,) sums of them, in nats.
+        log_ratio: (N, T) token log-ratios in nats, zero at masked positions.
         desirable: (N,) booleans.
         kl: z₀ >= 0, the reference point: one number for the whole batch, in nats; no gradient flows into it.
     Returns:
@@ -360,11 +354,9 @@ def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: flo
     """
     if isinstance(kl, Tensor):
         kl = kl.detach()
-    gain = beta * (sum_tokens(log_ratio) - kl)
+    gain = beta * (log_ratio.sum(-1) - kl)
     # 1 - σ(x) = σ(-x), which keeps its precision where σ(x) is close to 1.
-    gains = desirable_weight * torch.sigmoid(-gain)
-    losses = undesirable_weight * torch.sigmoid(gain)
-    return torch.where(desirable.bool(), gains, losses)
+    return torch.sigmoid(torch.where(desirable.bool(), -gain, gain))
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scale: bool = True,
                      prior: float = 0.0, prior_mean: float = 0.0) -> Tensor:
@@ -490,7 +482,7 @@ class Sequence:
     completion: list[int]
     row: int = 0
     advantage: float = 0.0
-    is_chosen: bool = False  # DPO: chosen; KTO: desirable; GRPO: its advantage is positive
+    is_chosen: bool = False  # its advantage is positive; or it is labelled desirable
     weight: float = 1.0  # KTO: λ_D or λ_U
     ref_logps: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t)
     old_logps: Tensor | None = None  # the same of the old policy; None: it is the policy
@@ -522,29 +514,21 @@ class Microbatch:
     z0: Tensor | None = None  # () KTO's reference point
     share: float = 1.0  # 0: another rank's work, computed to keep in step with it, which counts nothing
 
-def whole_group(group: Group) -> list[list[Sequence]]:
-    """GRPO: the whole group is one unit."""
-    for sequence in group.sequences:
-        sequence.is_chosen = sequence.advantage > 0
-    return [group.sequences]
-
 def best_against_worst(group: Group) -> list[list[Sequence]]:
     """DPO: the best and the worst completion are a pair; none if all rewards are equal."""
     best = group.rewards.index(max(group.rewards))
     worst = group.rewards.index(min(group.rewards))
     if group.rewards[best] == group.rewards[worst]:
         return []
-    group.sequences[best].is_chosen = True
     return [[group.sequences[best], group.sequences[worst]]]
 
 def above_and_below_mean(group: Group) -> list[list[Sequence]]:
     """KTO: each completion is an example; desirable are those above the group's mean, or labelled so. A group
     with equal rewards gives none."""
-    if max(group.rewards) == min(group.rewards) and not group.labelled:
+    if group.labelled:
+        group.sequences[0].is_chosen = group.rewards[0] > 0.5
+    elif max(group.rewards) == min(group.rewards):
         return []
-    threshold = 0.5 if group.labelled else fmean(group.rewards)
-    for sequence, reward in zip(group.sequences, group.rewards):
-        sequence.is_chosen = reward > threshold
     return [[sequence] for sequence in group.sequences]
 
 def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
@@ -581,7 +565,7 @@ LOSSES = {
     "grpo": Loss(
         compute=lambda x, d, perceived, config: grpo_loss(
             d, perceived, x.advantages, config.epsilon, config.kl_beta, config.epsilon_high),
-        make_units=whole_group,
+        make_units=lambda group: [group.sequences],
         unit="group",
         settings="epsilon epsilon_high scale_rewards kl_beta average prior",
     ),
@@ -913,9 +897,15 @@ class Run:
         self.eval_rows = []
         if config.eval_data is not None:
             self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
+        prompts = {str(row.prompt) for row in self.rows}
+        seen = sum(str(row.prompt) in prompts for row in self.eval_rows)
+        if seen:
+            warn(f"--eval-data: {seen} of its prompts are in --data, too")
         fields = json.dumps([row.fields for row in self.rows], default=str)
-        # By which a resumed run knows its rows again.
+        # By which a resumed run knows its rows and its base again.
         fingerprint = hashlib.sha256(fields.encode()).hexdigest()
+        if Path(config.model).is_dir():
+            fingerprint += from_first_rank(lambda: str(hashes(Path(config.model), "*.safetensors")))
         told = gather_from_ranks(f"{config} {fingerprint}")
         require(len(set(told)) == 1, "the ranks have different flags or rows")
 
@@ -951,11 +941,9 @@ class Run:
         self.first = 1  # step
         if checkpoint:
             self.first += load_checkpoint(checkpoint, self.optimizer, self.reference)
-        self.saver = Saver(self.out / "checkpoint", config, checkpoint)
-        stack.callback(self.saver.wait)  # however the run ends
 
         if RANK == 0:
-            self.track = start_tracker(config, self.out, self.first)
+            self.tracker = start_tracker(config, self.out) if config.track else None
             self.take_up_folder(is_new=checkpoint is None)
             describe(self, len(groups))
             warn_of_oddities(self)
@@ -1027,8 +1015,8 @@ class Run:
             self.shown_at = time.monotonic()
             best = max(lines, key=lambda line: line["reward"])
             prompt = best["prompt"][-1]["content"]
-            text = f"step {step} best {best['reward']:6.2f}  {prompt[-20:]!r} → {best['completion']!r}"
-            tqdm.write(text[: shutil.get_terminal_size().columns - 1])
+            text = f"step {step} best {best['reward']:6.2f}  {prompt[-20:]!r} → {best['completion'][:60]!r}"
+            tqdm.write(text)
         report = {
             "reward_std": pstdev(line["reward"] for line in lines),
             "truncated": fmean(line["truncated"] for line in lines),
@@ -1047,10 +1035,9 @@ class Run:
         policy's weights gives others' log-probs. Below a --top-p of 1 it gives those among the tokens left,
         which are larger by -log(top_p) at most."""
         if not math.isfinite(report["loss"] + report["grad_norm"]):
-            self.saver.wait()
             raise FloatingPointError(
                 f"step {report['step']}: loss {report['loss']}, gradient norm {report['grad_norm']}; "
-                f"last good checkpoint: {self.saver.newest} (see --save-every)")
+                f"what was saved before is in {self.out / 'checkpoint'} (see --save-every)")
         limit = SAMPLER_GAP[self.policy.is_fp32] - math.log(self.config.top_p)
         gap = report.get("sampler_gap", 0.0)
         require(report.get("lag") != 0 or gap <= limit,
@@ -1068,7 +1055,8 @@ class Run:
             warn(f"step {line['step']}: {warning}")
         if RANK == 0:
             append_lines(self.out / "metrics.jsonl", [line])
-            self.track(line)
+            if self.tracker:
+                self.tracker.log(line, step=line["step"])
         self.progress.set_postfix(loss=line["loss"], reward=line.get("reward"), refresh=False)
 
     def save_if_due(self, step: int) -> None:
@@ -1076,11 +1064,11 @@ class Run:
         if any(gather_from_ranks(len(self.signals))) and step < self.batches.steps:
             self.stopped_at = step
         if self.stopped_at or (self.config.save_every and step % self.config.save_every == 0):
-            self.saver.save(self.policy, self.optimizer, self.reference, step)
+            path = self.out / "checkpoint" / f"step-{step:08d}"
+            save_checkpoint(path, self.optimizer, self.reference, step)
 
     def finish(self) -> None:
         """Write the final folder, unless a signal ended the run."""
-        self.saver.wait()
         if not self.stopped_at:
             tokenizer = self.sampler.tokenizer
             save_final(self.out / "final", self.policy, tokenizer, self.config, self.batches.steps)
@@ -1102,7 +1090,6 @@ class Watch:
 
     def __init__(self):
         self.warned: set[str] = set()
-        self.equal_steps = 0
         self.length = 0.0  # of the first batch's completions: they may grow, which is no collapse
         self.wanted: deque[float] = deque(maxlen=12)
         self.best = -math.inf
@@ -1116,18 +1103,12 @@ class Watch:
         if len(self.wanted) == self.wanted.maxlen:
             wanted = fmean(self.wanted)
             self.best = max(self.best, wanted)
-        self.equal_steps += 1
-        if line.get("no_difference", 0) <= 0.8:
-            self.equal_steps = 0
         reasons = {
             "the run may be coming apart: the completions that the loss wants likelier fell; try --taper, a "
             "lower --lr, fewer syncs or fresher rollouts (--sample-every)":
                 wanted < min(2 * self.best, self.best - 0.3),
             "more than half of the completions were cut off at --max-new-tokens; raise it, or ask for less":
                 line.get("truncated", 0) > 0.5,
-            "for 8 steps more than 80 % of the groups had no difference in their rewards, and taught little; "
-            "take easier or harder prompts, a larger --group-size, or a reward with more steps":
-                self.equal_steps == 8,
             "every completion that was drawn has the same reward; look at rollouts.jsonl and at --reward":
                 line.get("reward_std", 1) < 1e-9,
         }
@@ -1164,25 +1145,15 @@ def peak_memory(device: torch.device) -> float:
     with contextlib.suppress(ImportError):
         import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; on a Mac bytes
-        return peak / (2**20 if sys.platform == "darwin" else 2**10)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # of KiB; a Mac counts bytes
     return 0.0
 
-def start_tracker(config: Config, out: Path, first: int) -> Callable[[dict], None]:
-    """What --track does with a line of metrics. first: the step that comes next."""
-    if config.track is None:
-        return lambda line: None
-    advice = "pip install it; for wandb `wandb login`, or WANDB_MODE=offline"
-    with explained(f"--track {config.track}", advice):
-        if config.track == "wandb":
-            import wandb
-
-            run = wandb.init(project="humanline", name=out.name, config=dataclasses.asdict(config))
-            return lambda line: run.log(line, step=line["step"])
-        from torch.utils.tensorboard import SummaryWriter
-
-        board = SummaryWriter(str(out), purge_step=first)
-        return lambda line: [board.add_scalar(name, value, line["step"]) for name, value in line.items()]
+def start_tracker(config: Config, out: Path) -> Any:
+    """The module that --track names, told of the run; its `log` takes each line of the metrics."""
+    with explained(f"--track {config.track}", "pip install it, and log in"):
+        tracker = importlib.import_module(config.track)
+        tracker.init(project="humanline", name=out.name, config=dataclasses.asdict(config))
+    return tracker
 
 def check_folder(out: Path, config: Config) -> None:
     """Raises UserError where the run's folder holds another run, or files of other origin with its names."""
@@ -1813,8 +1784,9 @@ def make_units(groups: list[Group], config: Config) -> None:
         advantages[advantages.abs() < 1e-9] = 0  # but for rounding there is no difference
         group.sequences = []
         for i, completion in enumerate(group.completions):
-            sequence = Sequence(group.prompt, completion, group.row, float(advantages[i]))
-            sequence.is_idle = sequence.advantage == 0 and not needs_all
+            advantage = float(advantages[i])
+            sequence = Sequence(group.prompt, completion, group.row, advantage, is_chosen=advantage > 0)
+            sequence.is_idle = advantage == 0 and not needs_all
             if group.logps:
                 sequence.sampler_logps = torch.tensor(group.logps[i], dtype=torch.float32)
             group.sequences.append(sequence)
@@ -2299,7 +2271,7 @@ class Reference:
     def attach(self, name: Literal["ref_logps", "old_logps"], first: int, last: int) -> None:
         """To the pending batches from step `first` to `last`: the log-probs of the policy as it is."""
         batches = [batch for batch in self.batches.pending if first <= batch.step <= last]
-        for batch in tqdm(batches, desc="reference", leave=False, delay=1, disable=RANK > 0 or None):
+        for batch in batches:
             for sequences in (batch.sequences, batch.mismatched):
                 taught = [sequence for sequence in sequences if not sequence.is_idle]
                 for sequence, logps in zip(taught, sequence_logps(self.policy, taught, self.config)):
@@ -2714,69 +2686,53 @@ def copy_full(target: Tensor, value: Tensor) -> None:
 # ---------- Checkpoints and the final folder ----------------------------------------------------------------
 # A folder written beside and renamed, with the hash of every file; safetensors and JSON, never a pickle.
 
-class Saver:
-    """Writes checkpoints while the loop goes on: it waits for the copy of its state, not for the disk. A
-    checkpoint is everything that the next step depends on; randomness needs none, as a function of the seed
-    and the step. Rank 0 writes, tensors whole, so that any number of ranks can read."""
+def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference, step: int) -> None:
+    """Write everything that the next step depends on, and remove what --keep does not ask for. Randomness
+    needs nothing, as a function of the seed and the step. Rank 0 writes, tensors whole, so that any number of
+    ranks can read. What cannot be written costs a warning: the run and earlier checkpoints stay."""
+    from safetensors.torch import save_file
+    policy, batches, config = reference.policy, reference.batches, reference.config
+    tensors = gather_whole(weights_and_moments(policy, optimizer))
+    if reference.weights is not None:
+        reference.swap_weights()
+        tensors |= gather_whole({f"reference:{name}": p for name, p in trained(policy).items()})
+        reference.swap_weights()
+    state = dict(
+        step=step,
+        settings=dataclasses.asdict(config) | dict(steps=batches.steps),
+        data=batches.fingerprint,
+        made_until=batches.made_until,
+        reference_until=reference.until,
+        has_reference=reference.weights is not None,
+        batches=list(batches.pending),
+    )
 
-    def __init__(self, folder: Path, config: Config, newest: Path | None):
-        self.folder, self.config, self.newest = folder, config, newest
-        self.writer = ThreadPoolExecutor(1)
-        self.writing = None  # the future of the checkpoint that is being written
+    def as_json(value: Any) -> dict:
+        """Of a tensor the name under which it is kept; of a batch or sequence its fields."""
+        if not isinstance(value, Tensor):
+            return vars(value)
+        name = f"batches:{len(tensors)}"
+        tensors[name] = value.clone()  # two sequences may share it, and safetensors refuses that
+        return {"tensor": name}
 
-    def save(self, policy: Module, optimizer: torch.optim.Optimizer, reference: Reference, step: int) -> None:
-        self.wait()
-        batches = reference.batches
-        tensors = gather_whole(weights_and_moments(policy, optimizer))
-        if reference.weights is not None:
-            reference.swap_weights()
-            tensors |= gather_whole({f"reference:{name}": p for name, p in trained(policy).items()})
-            reference.swap_weights()
-        state = dict(
-            step=step,
-            settings=dataclasses.asdict(self.config) | dict(steps=batches.steps),
-            data=batches.fingerprint,
-            made_until=batches.made_until,
-            reference_until=reference.until,
-            has_reference=reference.weights is not None,
-            batches=list(batches.pending),
-        )
-
-        def as_json(value: Any) -> dict:
-            """Of a tensor the name under which it is kept; of a batch or sequence its fields."""
-            if not isinstance(value, Tensor):
-                return vars(value)
-            name = f"batches:{len(tensors)}"
-            tensors[name] = value.clone()  # two sequences may share it, and safetensors refuses that
-            return {"tensor": name}
-
-        if RANK == 0:
-            text = json.dumps(state, default=as_json)
-            self.writing = self.writer.submit(self.write, self.folder / f"step-{step:08d}", tensors, text)
-
-    def write(self, path: Path, tensors: dict[str, Tensor], state: str) -> None:
-        """Write a checkpoint, and remove those that --keep does not ask for."""
-        from safetensors.torch import save_file
+    if RANK != 0:
+        return
+    text = json.dumps(state, default=as_json)
+    try:
         shutil.rmtree(path, ignore_errors=True)  # a damaged one, which was not resumed from
         with new_folder(path) as folder:
             save_file(tensors, folder / "tensors.safetensors")
-            (folder / "state.json").write_text(state)
+            (folder / "state.json").write_text(text)
             (folder / "files.json").write_text(json.dumps(hashes(folder)))
-        self.newest = path
-        saved = sorted(self.folder.glob("step-*"))
-        # Later ones are damaged, or of a run that was taken back to an earlier step.
-        kept = [old for old in saved if old <= path][-self.config.keep :]
-        for old in saved:
-            if old not in kept:
-                shutil.rmtree(old)
-
-    def wait(self) -> None:
-        """Until the disk has it. What could not be written costs a warning: run and earlier checkpoints
-        stay."""
-        error = self.writing.exception() if self.writing else None
-        if error is not None:
-            warn(f"could not write a checkpoint to {self.folder}: {error}; the newest is {self.newest}")
-        self.writing = None
+    except Exception as error:  # safetensors has an exception of its own for a full disk
+        warn(f"could not write {path}: {error}; what was saved before stays")
+        return
+    saved = sorted(path.parent.glob("step-*"))
+    # Later ones are damaged, or of a run that was taken back to an earlier step.
+    kept = [old for old in saved if old <= path][-config.keep :]
+    for old in saved:
+        if old not in kept:
+            shutil.rmtree(old)
 
 def weights_and_moments(policy: Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What a step of the optimizer changes, by kind (policy, step, exp_avg, exp_avg_sq) and parameter."""
@@ -2810,11 +2766,11 @@ def new_folder(path: Path) -> Iterator[Path]:
             file.chmod(0o644)
         folder.rename(path)
 
-def hashes(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file in a folder, but of the one that holds them."""
+def hashes(folder: Path, names: str = "*") -> dict[str, str]:
+    """The SHA-256 of the files in a folder, but of the one that holds them."""
     found = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != "files.json":
+    for path in sorted(folder.glob(names)):
+        if path.is_file() and path.name != "files.json":
             with path.open("rb") as file:
                 found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
@@ -2870,7 +2826,7 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
                 f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with its own "
                 "config.toml")
     require(state["data"] == batches.fingerprint,
-            f"--resume {path}: the rows of --data have changed since then")
+            f"--resume {path}: the rows of --data or the weights of --model have changed since then")
     require(config.steps or batches.steps == settings["steps"],
             f"--resume {path}: it was to take {settings['steps']} steps; say --steps {settings['steps']}")
     require(state["step"] <= batches.steps <= settings["steps"],
@@ -2891,15 +2847,14 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     reference.until = state["reference_until"]
     return state["step"]
 
-def whole_weights(policy: Module) -> dict[str, Tensor]:
-    """The model's weights and buffers by name, as `gather_whole` gives them; a tied head comes once."""
+def final_weights(policy: Module, config: Config) -> dict[str, Tensor]:
+    """What a folder of the model holds, by name, as `gather_whole` gives it: weights and buffers, a tied head
+    once; with --lora the adapters."""
+    if config.lora:
+        return gather_whole(trained(policy))
     every = dict(policy.named_parameters(remove_duplicate=False))
     tied = every.keys() - dict(policy.named_parameters()).keys()
     return gather_whole({name: value for name, value in policy.state_dict().items() if name not in tied})
-
-def final_weights(policy: Module, config: Config) -> dict[str, Tensor]:
-    """What a folder of the model holds: all weights, or with --lora the adapters."""
-    return gather_whole(trained(policy)) if config.lora else whole_weights(policy)
 
 MODEL_CARD = """\
 ---
@@ -2964,10 +2919,6 @@ def main(argv: list[str] | None = None) -> int:
     print_anything()
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
-        is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, as a rank died
-        if is_restarted and config.out is not None:
-            if config.resume is None or any(Path(config.out).glob("checkpoint/step-*")):
-                config.resume = "latest"
         if config.resume == "latest" and Path(config.out, "final").exists():
             return leave(0, f"{config.out} is finished already; the model is in {config.out}/final")
         run = train(config)
@@ -3201,7 +3152,7 @@ def last_line(run: Run) -> str:
                 f"--out {shlex.quote(str(run.out))} --resume latest")
     gained = ""
     if "accuracy_before" in run.known and "accuracy" in run.known:
-        gained = ("mean reward on held-out prompts went from {accuracy_before:.3f} to {accuracy:.3f}, "
+        gained = ("mean reward on --eval-data went from {accuracy_before:.3f} to {accuracy:.3f}, "
                   "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.known)
     seconds = time.perf_counter() - run.started
     other = "--no-humanline" if run.config.humanline else "--humanline"

@@ -270,7 +270,7 @@ def test_a_nan_is_one_line_and_status_1(monkeypatch, capsys, tiny, data_files, t
     monkeypatch.setattr(humanline, "forward_backward", lambda *_: dict(loss=float("nan"), tokens=1, drift=0.0))
     flags = f"--model {tiny} --data {data_files['groups']} --out {tmp_path / 'out'} --steps 2 --batch-size 1".split()
     assert humanline.main(flags) == 1
-    expected = r"humanline.py: stopped: step 1: loss nan.*last good checkpoint: None.*\n"
+    expected = r"humanline.py: stopped: step 1: loss nan.*what was saved before is in .*checkpoint.*\n"
     assert re.fullmatch(expected, capsys.readouterr().err)
 
 
@@ -338,7 +338,7 @@ def test_the_last_line_says_what_was_gained_and_how_to_go_on(tiny, monkeypatch):
     known = dict(accuracy_before=0.1, greedy_before=0.2, accuracy=0.5, greedy=0.6, loss=1.0)
     made = SimpleNamespace(config=parse(f"--model {tiny} --data d"), out=Path("my run"), stopped_at=None, started=0,
                            batches=SimpleNamespace(steps=7), known=known)
-    gained = "mean reward on held-out prompts went from 0.100 to 0.500, greedy from 0.200 to 0.600: GRPO, humanline, 7 steps in"
+    gained = "mean reward on --eval-data went from 0.100 to 0.500, greedy from 0.200 to 0.600: GRPO, humanline, 7 steps in"
     assert humanline.last_line(made).startswith(gained)
     assert humanline.last_line(made).endswith("python humanline.py --config 'my run/config.toml' --no-humanline")
     made.known = dict(accuracy=0.5, greedy=0.6)  # resumed elsewhere: nothing was measured before

@@ -442,9 +442,8 @@ def test_a_tracker_gets_every_line_of_the_metrics(run, tmp_path, monkeypatch):
     (tmp_path / "wandb.py").write_text(
         "lines = []\ndef init(**settings):\n    import wandb\n    wandb.settings = settings\n    return wandb\n"
         "def log(line, step):\n    lines.append((step, dict(line)))\n")
-    with monkeypatch.context() as without, pytest.raises(humanline.UserError, match="--track wandb: "):
-        without.setattr(importlib.util, "find_spec", lambda name: None)
-        run("--track wandb")
+    with pytest.raises(humanline.UserError, match="--track absent: No module named 'absent'; pip install it"):
+        run("--track absent")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     folder = run("--track wandb --steps 3")

@@ -126,7 +126,7 @@ def test_torchrun_starts_a_killed_rank_again_and_the_run_ends_by_itself(tiny, da
     flags = flags_of(tiny, data_files, varied, "kto", "offline", "--save-every 1")
     whole = run("", flags=flags)
     out = tmp_path / "out"
-    process = torchrun("--max-restarts=2", ROOT / "humanline.py", *flags, "--out", out)
+    process = torchrun("--max-restarts=2", ROOT / "humanline.py", *flags, "--out", out, "--resume", "latest")
     wait_for(out / "metrics.jsonl", process)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(ranks[-1]), signal.SIGKILL)

@@ -143,8 +143,6 @@ def test_the_shares_of_clipped_tokens_and_the_lengths_equal_a_plain_count(tiny):
 
 @pytest.mark.parametrize("lines, word, step", [
     ([dict(truncated=0.4)] * 3 + [dict(truncated=0.6)] * 3, "--max-new-tokens", 4),
-    ([dict(no_difference=0.9)] * 12, "80 %", 8),
-    ([dict(no_difference=0.9)] * 7 + [dict(no_difference=0.5)] + [dict(no_difference=0.9)] * 7, "80 %", None),
     ([dict(reward_std=0.1), dict(), dict(reward_std=1.4e-17)], "same reward", 3),
     ([dict()] * 20, "", None),
 ])

@@ -89,7 +89,7 @@ def test_weights_that_do_not_fit_are_one_line(tiny, data_files, tmp_path, capsys
 
 # Resume, and the ranks.
 
-def test_a_resume_notices_other_answers(run, tiny, tmp_path):
+def test_a_resume_notices_other_answers_and_another_base(run, tiny, tmp_path):
     rows = [dict(prompt=f"{i}+1=", answer=str(i)) for i in range(8)]
     data, model = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "model"
     shutil.copytree(tiny, model)
@@ -97,8 +97,21 @@ def test_a_resume_notices_other_answers(run, tiny, tmp_path):
     out = run("", flags=start, out=str(tmp_path / "out"))
     shutil.rmtree(out / "final")
     write_jsonl(tmp_path / "rows.jsonl", [row | dict(answer="x") for row in rows])
-    with pytest.raises(humanline.UserError, match="rows of --data have changed"):
+    with pytest.raises(humanline.UserError, match="rows of --data or the weights of --model have changed"):
         run("--resume latest", flags=start, out=str(out))
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    other = {name: tensor * 1.01 for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(other, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(humanline.UserError, match="rows of --data or the weights of --model have changed"):
+        run("--resume latest", flags=start, out=str(out))
+
+
+def test_measuring_on_prompts_of_the_training_data_is_warned_of(run, tiny, tmp_path, capsys):
+    rows = [dict(prompt=f"{i}+1=", answer=str(i)) for i in range(8)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    held = write_jsonl(tmp_path / "held.jsonl", rows[:3] + [dict(prompt="9+9=", answer="18")])
+    run("", flags=flags(tiny, data, f"--no-humanline --sample-every 1 --steps 1 --eval-data {held}"))
+    assert "warning: --eval-data: 3 of its prompts are in --data, too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", ["--seed 7", "--data other.jsonl"])

@@ -242,20 +242,6 @@ def test_a_run_taken_back_to_an_earlier_checkpoint_drops_the_later_ones(tiny, da
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5]
 
 
-def test_a_checkpoint_is_whole_before_a_run_that_fails_ends(tiny, data_files, tmp_path, monkeypatch):
-    write = humanline.Saver.write
-
-    def write_late(*args):
-        time.sleep(0.5)
-        write(*args)
-
-    monkeypatch.setattr(humanline.Saver, "write", write_late)
-    monkeypatch.setattr(humanline, "learning_rate", lambda step, *_: humanline.require(step < 2, "no more") or 1e-3)
-    with pytest.raises(humanline.UserError, match="no more"):
-        train(short_run(tiny, data_files["groups"], tmp_path / "out", "--save-every 1"))
-    assert [path.name for path in (tmp_path / "out" / "checkpoint").iterdir()] == ["step-00000001"]
-
-
 # Memory.
 
 @pytest.mark.parametrize("where", ["humanline.log_ratios", "torch.optim.AdamW.step", "transformers.LlamaForCausalLM.to",
@@ -291,23 +277,6 @@ def test_a_rank_without_a_gpu_is_told_so(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(humanline.UserError, match="rank 3 has no GPU, there are 2; start so many with --nproc_per_node 2"):
         humanline.join_ranks()
-
-
-def test_ranks_that_are_started_again_go_on_from_where_the_user_said_until_there_is_a_checkpoint(
-        tiny, data_files, tmp_path, monkeypatch):
-    given, seen = str(tmp_path / "elsewhere" / "step-00000064"), []
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-
-    def stop(config):
-        seen.append(config.resume)
-        raise OSError("enough")
-
-    monkeypatch.setattr(humanline, "train", stop)
-    flags = short_run(tiny, data_files["groups"], tmp_path / "out")
-    assert humanline.main([*flags, "--resume", given]) == 1 and humanline.main(flags) == 1
-    (tmp_path / "out" / "checkpoint" / "step-00000002").mkdir(parents=True)
-    assert humanline.main([*flags, "--resume", given]) == 1
-    assert seen == [given, "latest", "latest"]
 
 
 def test_a_rank_that_fails_on_a_gpu_ends_at_once(monkeypatch):
