@@ -1145,7 +1145,8 @@ def peak_memory(device: torch.device) -> float:
     with contextlib.suppress(ImportError):
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # of KiB; a Mac counts bytes
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; on a Mac bytes
+        return peak / (2**20 if sys.platform == "darwin" else 2**10)
     return 0.0
 
 def start_tracker(config: Config, out: Path) -> Any:
