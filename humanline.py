@@ -1644,7 +1644,10 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
         start = render(tokenizer, row.prompt, add_generation_prompt=True)
         require(is_written(row.prompt, start),
                 f"{row.where}: the model's chat template leaves out a message of its prompt")
-        texts += [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
+        found = [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
+        require(max(map(len, found)) < 5_000_000,
+                f"{row.where}: a text of 5 million characters or more; cut it or remove the row")
+        texts += found
     ids_of = iter(tokenizer(texts, add_special_tokens=is_plain)["input_ids"])
     encoded = [[next(ids_of) for _ in ("prompt", *row.completions)] for row in rows]
     for prompt, *_ in encoded:

@@ -53,6 +53,12 @@ def test_a_row_that_would_be_misread_is_one_line(tiny, tmp_path, capsys, row, ex
     assert "row 1: " in line and expected in line
 
 
+def test_a_row_of_many_megabytes_is_refused_before_it_is_tokenized(tiny, tmp_path, capsys):
+    rows = [dict(prompt="1+1=", chosen="2", rejected="3"), dict(prompt="1+1=", chosen="2" * 5_000_000, rejected="3")]
+    assert humanline.main(flags(tiny, write_jsonl(tmp_path / "rows.jsonl", rows), "--loss dpo")) == 2
+    assert "rows.jsonl row 2: a text of 5 million characters or more; cut it" in capsys.readouterr().err
+
+
 def test_a_name_that_no_row_has_is_not_made_a_part_of_every_prompt(tiny, data_files, tmp_path, capsys):
     wrong = [*flags(tiny, data_files["groups"]), "--prompt-template", "Solve: {prompt} {promt}"]
     assert "row 1: no 'promt', which --prompt-template asks for" in complaint(wrong, tmp_path, capsys)
