@@ -10,30 +10,24 @@ import torch
 from conftest import metrics, random_batch, timeless
 from safetensors.torch import load_file
 from test_command_line import complaint
-from test_models import ARCHITECTURES, folder, full_logits_logps, own_rows, some_sequences  # noqa: F401  (a fixture)
+from test_models import (ARCHITECTURES, folder, full_logits_logps, load, own_rows,  # noqa: F401  (a fixture)
+                         some_sequences)
 from test_ranks import DRIVER, END, torchrun
 from transformers import AutoModelForCausalLM
 
 import eval as evaluation
 import humanline
-from humanline import Config
 
 peft = pytest.importorskip("peft")
 LORA = "--lora 4 --lora-alpha 8"
-
-
-def load(model: str, **settings):
-    config = Config(model=model, **settings)
-    return humanline.load_policy(config, torch.device("cpu"))[0], config
 
 
 def adapters_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "final" / "adapter_model.safetensors")
 
 
-def same_adapters(a: Path, b: Path) -> bool:
-    first, second = adapters_of(a), adapters_of(b)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+def check_same_adapters(a: Path, b: Path) -> None:
+    torch.testing.assert_close(adapters_of(a), adapters_of(b), rtol=0, atol=0)
 
 
 def plain_peft(folder: Path | str):
@@ -54,29 +48,24 @@ def learned(policy) -> None:
 # What is trained.
 
 @pytest.mark.parametrize("family, tied", [*[(family, True) for family in ARCHITECTURES], ("llama", False)])
-def test_log_probs_with_adapters_are_those_of_plain_peft(folder, tmp_path, family, tied):
-    policy, _ = load(folder(family, tied), lora=4, attn="eager")
+def test_all_linear_layers_but_the_head_get_an_adapter_and_log_probs_are_those_of_plain_peft(
+        folder, tmp_path, family, tied):
+    policy, _, _ = load(folder(family, tied), lora=4, attn="eager")
+    base = AutoModelForCausalLM.from_pretrained(folder(family, tied))
+    names = {name.partition(".lora_")[0] for name in humanline.trained(policy)}
+    linear = {name for name, module in base.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
+    assert names == linear - {"lm_head"} and len(names) > 4
     learned(policy)
     policy.save_pretrained(tmp_path)
-    theirs, base = plain_peft(tmp_path), AutoModelForCausalLM.from_pretrained(folder(family, tied))
-    sequences = some_sequences(policy)
+    theirs, sequences = plain_peft(tmp_path), some_sequences(policy)
     for ours, sequence in zip(own_rows(policy, sequences), sequences, strict=True):
         assert torch.allclose(ours, full_logits_logps(theirs, sequence), rtol=0, atol=1e-5)
         assert (ours - full_logits_logps(base, sequence)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_all_linear_layers_but_the_head_get_an_adapter(folder, family):
-    policy, _ = load(folder(family, False), lora=4)
-    names = {name.partition(".lora_")[0] for name in humanline.trained(policy)}
-    linear = {name for name, module in load(folder(family, False))[0].named_modules()
-              if type(module).__name__ in ("Linear", "Conv1D")}
-    assert names == linear - {"lm_head"} and len(names) > 4
-
-
 @pytest.mark.parametrize("dtype", ["mixed", "bfloat16", "float32"])
 def test_the_base_is_frozen_in_bf16_and_the_adapters_are_fp32(tiny, dtype):
-    policy, config = load(tiny, lora=4, dtype=dtype, loss="dpo", perception="none")
+    policy, _, config = load(tiny, lora=4, dtype=dtype, loss="dpo", perception="none")
     base = {p.dtype for p in policy.parameters() if not p.requires_grad}
     assert base == {torch.float32 if dtype == "float32" else torch.bfloat16}
     assert {p.dtype for p in humanline.trained(policy).values()} == {torch.float32}
@@ -113,7 +102,7 @@ def test_an_adapter_checkpoint_holds_no_base_weights_and_resumes_bit_for_bit(run
         for file in checkpoint.glob("*.safetensors"):
             assert all("lora_" in name or name.startswith("batches:") for name in load_file(file))
         resumed = run(f"{flags} --resume {checkpoint}", out=str(tmp_path / f"resumed-{step}"))
-        assert same_adapters(whole, resumed)
+        check_same_adapters(whole, resumed)
         assert timeless(whole)[step:] == timeless(resumed)
 
 
@@ -145,7 +134,7 @@ def test_the_final_folder_is_a_peft_folder_that_merges_into_the_same_model(run, 
 def test_a_peft_folder_is_merged_on_load_and_measured(run, tmp_path, data_files, tiny, capsys):
     first = run(f"{LORA} --loss dpo --lr 0.1")
     theirs, sequences = plain_peft(first / "final"), random_batch("dpo").sequences
-    policy, _ = load(str(first / "final"))
+    policy, _, _ = load(str(first / "final"))
     for ours, sequence in zip(own_rows(policy, sequences), sequences, strict=True):
         assert torch.allclose(ours, full_logits_logps(theirs, sequence), atol=1e-5)
     assert humanline.trained(policy).keys() == humanline.trained(load(tiny)[0]).keys()

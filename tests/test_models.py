@@ -24,8 +24,6 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, CohereConfig, Fal
 import humanline
 from humanline import Config, Sequence
 
-LOSSES = ["grpo", "dpo", "kto"]
-
 
 def gsm8k(count: int) -> list[dict]:
     """Rows of the shape of GSM8K."""
@@ -183,6 +181,12 @@ def full_logits_logps(policy, sequence: Sequence) -> torch.Tensor:
     return logps[0, len(sequence.prompt) - 1 : -1].gather(1, ids[0, len(sequence.prompt) :, None])[:, 0]
 
 
+def check_log_probs(policy, tolerance: float) -> None:
+    sequences = some_sequences(policy)
+    for ours, sequence in zip(own_rows(policy, sequences), sequences, strict=True):
+        assert torch.allclose(ours, full_logits_logps(policy, sequence), rtol=0, atol=tolerance)
+
+
 # Log-probs.
 
 @pytest.mark.parametrize("family, tied, attn", [
@@ -202,14 +206,6 @@ def test_log_probs_and_their_gradients_are_those_of_the_models_full_logits(folde
     gradients = lambda parts: torch.autograd.grad((torch.cat(parts) * weights).sum(), list(policy.parameters()))
     for (name, _), a, b in zip(policy.named_parameters(), gradients(logps), gradients(expected), strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(b.abs().max()))), name
-
-
-def test_gemmas_log_probs_are_those_of_the_capped_logits(folder):
-    policy, _, _ = load(folder("gemma2"))
-    sequences = some_sequences(policy, 1)
-    capped = own_rows(policy, sequences)[0]
-    policy.config.final_logit_softcapping = None
-    assert (capped - own_rows(policy, sequences)[0]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("config", [
@@ -281,11 +277,8 @@ def test_completions_behind_one_copy_of_their_prompt_have_the_log_probs_and_grad
         assert torch.allclose(a, b, rtol=10 * tolerance, atol=tolerance * max(1.0, float(b.abs().max()))), name
 
 
-@pytest.mark.parametrize("family, settings", [
-    ("gemma2", {}), ("llama", dict(attn="eager"))],
-    ids=["windowed", "eager"])
-def test_prompts_are_not_shared_where_the_model_or_the_user_does_not_allow_it(folder, family, settings):
-    assert not load(folder(family), **settings)[0].shares_prompts
+def test_prompts_are_not_shared_where_the_user_chose_another_attention(folder):
+    assert not load(folder("llama"), attn="eager")[0].shares_prompts
 
 
 @pytest.mark.parametrize("config_class, more, allows", [
@@ -306,10 +299,14 @@ PROMPT, ANSWER = "How many apples? é 🎉", "3+4 = 7 apples.\n#### 7"
 PAIRS = [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}] * 8
 
 
+def encoded_row(policy, tokenizer, config, **row):
+    rows = [humanline.read_row(row, "row 1", config)]
+    return humanline.encode_rows(rows, humanline.Sampler(policy, tokenizer, config))[0]
+
+
 def encoded(path: str, row: dict, **settings):
     policy, tokenizer, config = load(path, **settings)
-    rows = [humanline.read_row(row, "row 1", config)]
-    return policy, tokenizer, humanline.encode_rows(rows, humanline.Sampler(policy, tokenizer, config))[0]
+    return policy, tokenizer, encoded_row(policy, tokenizer, config, **row)
 
 
 def encoded_prompts(tokenizer, *texts: str) -> list[list[int]]:
@@ -414,33 +411,26 @@ def with_template(folder, family: str, template: str, to: Path, **settings):
     return load(str(to), **settings)
 
 
-def encoded_row(policy, tokenizer, config, **row):
-    rows = [humanline.read_row(dict(prompt=PROMPT) | row, "row 1", config)]
-    return humanline.encode_rows(rows, humanline.Sampler(policy, tokenizer, config))[0]
-
-
 @pytest.mark.parametrize("family, template", [
     ("qwen3", QWEN3_TEMPLATE), ("qwen3", R1_TEMPLATE), ("qwen3", CHATML_TEMPLATE), ("llama", ZEPHYR_TEMPLATE),
     ("llama3", ZEPHYR_TEMPLATE)], ids=["qwen3", "r1", "chatml", "zephyr", "zephyr, byte level"])
 def test_offline_answers_begin_where_the_template_puts_them(folder, tmp_path, family, template):
     policy, tokenizer, config = with_template(folder, family, template, tmp_path / "model")
-    group = encoded_row(policy, tokenizer, config, chosen=ANSWER, rejected="no")
+    group = encoded_row(policy, tokenizer, config, prompt=PROMPT, chosen=ANSWER, rejected="no")
     for answer, completion in zip((ANSWER, "no"), group.completions, strict=True):
         turns = [dict(role="user", content=PROMPT), dict(role="assistant", content=answer)]
         whole = group.prompt + completion
         assert whole == tokenizer.apply_chat_template(turns)["input_ids"][: len(whole)]
 
 
-def test_offline_answers_with_a_thought_of_their_own_begin_where_the_model_goes_on(folder, tmp_path):
+def test_offline_answers_with_a_thought_of_their_own_begin_where_the_model_goes_on_and_open_it_once(
+        folder, tmp_path):
     loaded = with_template(folder, "qwen3", R1_TEMPLATE, tmp_path / "model")
-    group = encoded_row(*loaded, chosen="3 + 4 is 7.\n</think>\n\n7", rejected="</think>\n\nno")
-    assert loaded[1].decode(group.prompt).endswith("assistant\n<think>\n")
-
-
-def test_a_thought_that_brings_its_mark_along_is_opened_once(folder, tmp_path):
-    loaded = with_template(folder, "qwen3", R1_TEMPLATE, tmp_path / "model")
-    group = encoded_row(*loaded, chosen="<think>\n3 + 4 is 7.\n</think>\n\n7", rejected="no")
-    whole = [loaded[1].decode(group.prompt + completion) for completion in group.completions]
+    decode = loaded[1].decode
+    group = encoded_row(*loaded, prompt=PROMPT, chosen="3 + 4 is 7.\n</think>\n\n7", rejected="</think>\n\nn")
+    assert decode(group.prompt).endswith("assistant\n<think>\n")
+    group = encoded_row(*loaded, prompt=PROMPT, chosen="<think>\n3 + 4 is 7.\n</think>\n\n7", rejected="no")
+    whole = [decode(group.prompt + completion) for completion in group.completions]
     assert [text.count("<think>") for text in whole] == [1, 0] and whole[1].endswith("assistant\nno<|im_end|>")
 
 
@@ -513,11 +503,9 @@ def test_code_that_comes_with_a_model_runs_only_if_asked(folder, tmp_path, capsy
     assert type(policy).__name__ == "MineForCausalLM" and (tmp_path / "ran").exists()
 
 
-def test_a_tokenizer_without_eos_is_refused_and_one_without_pad_is_not(folder, tmp_path, capsys):
+def test_a_tokenizer_without_eos_is_refused(folder, tmp_path, capsys):
     model = copy_of(folder("llama3"), tmp_path / "model", tokenizer_config=dict(eos_token=None))
     assert "no end-of-sequence token" in refusal(model, tmp_path, capsys)
-    # This one has no pad token, and trains and samples above and below.
-    assert AutoTokenizer.from_pretrained(folder("llama3")).pad_token is None
 
 
 def test_a_tokenizer_that_is_not_the_models_own_is_refused(folder, tmp_path, capsys):
@@ -572,10 +560,7 @@ def test_the_log_probs_of_a_head_that_scales_its_logits_are_the_models_own(folde
     config.update(dict(vocab_size=400, **SIZES, initializer_range=1.0, pad_token_id=0, bos_token_id=0, eos_token_id=0))
     humanline.shutil.copytree(folder("llama3"), tmp_path / "model")
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    policy, _, _ = load(str(tmp_path / "model"))
-    sequences = some_sequences(policy)
-    for logps, sequence in zip(own_rows(policy, sequences), sequences, strict=True):
-        assert torch.allclose(logps, full_logits_logps(policy, sequence), rtol=0, atol=1e-4)
+    check_log_probs(load(str(tmp_path / "model"))[0], 1e-4)
 
 
 # Runs.
@@ -583,17 +568,6 @@ def test_the_log_probs_of_a_head_that_scales_its_logits_are_the_models_own(folde
 @pytest.fixture
 def rows(tmp_path) -> str:
     return write_jsonl(tmp_path / "gsm8k.jsonl", scored(gsm8k(24)))
-
-
-def check_run(out: Path, steps: int) -> None:
-    """Whole metrics, and a final model whose log-probs are those of its full logits."""
-    lines = metrics(out)
-    assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    assert all(abs(line["loss"]) < 100 for line in lines)
-    policy, _, _ = load(str(out / "final"))
-    sequences = some_sequences(policy, 3)
-    for ours, sequence in zip(own_rows(policy, sequences), sequences, strict=True):
-        assert torch.allclose(ours, full_logits_logps(policy, sequence), rtol=0, atol=1e-5)
 
 
 def train(model: str, data: str, out: Path, flags: str, **settings) -> Path:
@@ -609,11 +583,14 @@ ONE_OF_EACH = [
     ("gpt2", "--loss grpo"), *[(family, "--sample-every 2") for family in FAMILIES if family != "llama"]]
 
 
-@pytest.mark.parametrize("family, flags, steps", [
-    *[(*case, 2) for case in ONE_OF_EACH],
-    *[pytest.param(family, f"--loss {loss}", 40, marks=pytest.mark.slow) for family in ARCHITECTURES for loss in LOSSES]])
-def test_every_architecture_trains_on_gsm8k_and_on_its_own_samples_of_it(folder, rows, tmp_path, family, flags, steps):
-    check_run(train(folder(family, family == "gpt2"), rows, tmp_path / "out", f"{flags} --steps {steps}"), steps)
+@pytest.mark.parametrize("family, flags", ONE_OF_EACH)
+def test_every_architecture_trains_on_gsm8k_and_on_its_own_samples_of_it(
+        folder, rows, tmp_path, family, flags):
+    out = train(folder(family, family == "gpt2"), rows, tmp_path / "out", f"{flags} --steps 2")
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(abs(line["loss"]) < 100 for line in lines)
+    check_log_probs(load(str(out / "final"))[0], 1e-5)
 
 
 @pytest.mark.parametrize("flags", [

@@ -84,16 +84,24 @@ def test_the_taper_scales_the_gradient_of_the_worse_completions_and_no_value(tin
     assert torch.allclose(of_better, expected, rtol=1e-9, atol=1e-12)
 
 
+def trained_on(monkeypatch) -> list[humanline.Sequence]:
+    """What a run will have trained on."""
+    seen, forward = [], humanline.forward_backward
+
+    def spied(policy, batch, config):
+        seen.extend(batch.sequences)
+        return forward(policy, batch, config)
+
+    monkeypatch.setattr(humanline, "forward_backward", spied)
+    return seen
+
+
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
 def test_offline_the_initial_policy_stands_in_for_an_unknown_sampler(run, tiny, monkeypatch, loss):
-    seen, forward = [], humanline.forward_backward
-    monkeypatch.setattr(humanline, "forward_backward",
-                        lambda policy, batch, config: (seen.append(batch), forward(policy, batch, config))[1])
+    seen = trained_on(monkeypatch)
     run(f"--loss {loss} --taper --sync-k 2 --steps 8")
-    model = policy_of(tiny)[0]
-    for batch in seen:
-        for s, expected in zip(batch.sequences, logps_of(model, batch.sequences)):
-            torch.testing.assert_close(s.sampler_logps, expected, rtol=0, atol=1e-5)
+    for s, expected in zip(seen, logps_of(policy_of(tiny)[0], seen), strict=True):
+        torch.testing.assert_close(s.sampler_logps, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.9])
@@ -103,9 +111,7 @@ def test_rollouts_keep_the_log_probs_of_the_policy_that_drew_them_if_it_drew_at_
     lines = [json.loads(line) for line in (first / "rollouts.jsonl").read_text().splitlines()]
     assert {line["temperature"] for line in lines} == {temperature}
     known = [[round(x, 5) for x in torch.tensor(line["logps"]).tolist()] for line in lines]
-    seen, forward = [], humanline.forward_backward
-    monkeypatch.setattr(humanline, "forward_backward",
-                        lambda policy, batch, config: (seen.extend(batch.sequences), forward(policy, batch, config))[1])
+    seen = trained_on(monkeypatch)
     flags = ["--model", tiny, "--data", str(first / "rollouts.jsonl"), "--lr", "1e-2"]
     run("--taper --steps 2 --batch-size 4", flags=flags)
     found = [[round(x, 5) for x in s.sampler_logps.tolist()] for s in seen if s.advantage]

@@ -42,25 +42,17 @@ def train(tiny, tmp_path, code: str):
     return [line for line in trainer.state.log_history if "loss" in line], seen
 
 
-def test_the_lines_are_at_most_fifteen():
+def test_the_first_loss_is_log_2_and_a_sync_takes_the_policy_of_the_step_before(tiny, tmp_path):
     assert len(lines().splitlines()) <= 15
-
-
-def test_the_first_loss_is_log_2_and_training_moves_it(tiny, tmp_path):
-    log, _ = train(tiny, tmp_path, lines())
+    log, seen = train(tiny, tmp_path, lines())
     assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert all(line["grad_norm"] > 0 for line in log) and log[1]["loss"] != pytest.approx(math.log(2), abs=1e-4)
-
-
-def test_after_a_sync_the_reference_is_the_policy_of_the_previous_step(tiny, tmp_path):
-    _, seen = train(tiny, tmp_path, lines())
     same = lambda a, b: all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     policies = [policy for policy, _ in seen]
     assert not any(same(a, b) for a, b in zip(policies, policies[1:]))
-    for step in range(1, STEPS + 1):
-        synced = (step - 1) // K * K  # the newest sync before this step; 0 is the start
-        reference = seen[step - 1][1]
-        assert same(reference, policies[max(0, synced - 1)]), f"step {step}"
+    for step, (_, reference) in enumerate(seen):
+        synced = step // K * K  # the newest sync before this step; 0 is the start
+        assert same(reference, policies[max(0, synced - 1)]), f"step {step + 1}"
 
 
 def test_log_ratios_outside_the_clip_pass_no_gradient_and_inside_it_change_nothing(tiny, tmp_path):
