@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 import humanline
-from humanline import FunctionProcess, explained, from_first_rank, warn
+from humanline import explained, from_first_rank, function_process, warn
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 3600  # how long a drawing may take
@@ -64,7 +64,7 @@ class External:
         command = shlex.split(os.environ.get("HUMANLINE_SAMPLER_COMMAND", ""))
         advice = "HUMANLINE_SAMPLER_COMMAND starts a Python that has it"
         with explained(self.name, f"see {self.log}", ModuleNotFoundError=advice):
-            self.process = FunctionProcess(path, name, SECONDS, command, environment, self.log)
+            self.process = function_process(path, name, SECONDS, command, environment, self.log)
         stack.callback(lambda: self.process.end())  # the present one: it may have been started anew
 
     def forget_weights(self, *_) -> None:
