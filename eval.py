@@ -1192,7 +1192,7 @@ def plot(flags: Plot) -> None:
 
 def read_metrics(path: Path) -> dict[int, dict]:
     """A run's metrics by step, and sums so far: seconds, those spent on sampling, and tokens/s (`speed`)."""
-    lines = {line["step"]: line for line in humanline.read_metrics(path / "metrics.jsonl")}
+    lines = {line["step"]: line for line in humanline.read_lines(path / "metrics.jsonl")}
     require(lines, f"plot {path}: its metrics.jsonl has no step yet")
     seconds = sampling = tokens = 0.0
     for line in lines.values():

@@ -337,22 +337,26 @@ def dpo_loss(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, beta: float =
     """
     return -F.logsigmoid(beta * (chosen_log_ratio.sum(-1) - rejected_log_ratio.sum(-1)))
 
-def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: float = 0.1) -> Tensor:
-    """1 - σ(β (Σ_t d̃_t - z₀)) if desirable, else 1 - σ(β (z₀ - Σ_t d̃_t)) (Ethayarajh et al. 2024, eq. 8, but
-    for the factors λ_D and λ_U).
+def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: float = 0.1,
+             desirable_weight: Tensor | float = 1.0, undesirable_weight: Tensor | float = 1.0) -> Tensor:
+    """λ_D (1 - σ(β (Σ_t d̃_t - z₀))) if desirable, else λ_U (1 - σ(β (z₀ - Σ_t d̃_t))) (Ethayarajh et al. 2024,
+    eq. 8).
 
     Args:
         log_ratio: (N, T) token log-ratios in nats, zero at masked positions.
         desirable: (N,) booleans.
         kl: z₀ >= 0, the reference point: one number for the whole batch, in nats; no gradient flows into it.
+        desirable_weight, undesirable_weight: λ_D and λ_U, one number or (N,).
     Returns:
         (N,) losses.
     """
     if isinstance(kl, Tensor):
         kl = kl.detach()
     gain = beta * (log_ratio.sum(-1) - kl)
+    is_desirable = desirable.bool()
     # 1 - σ(x) = σ(-x), which keeps its precision where σ(x) is close to 1.
-    return torch.sigmoid(torch.where(desirable.bool(), -gain, gain))
+    loss = torch.sigmoid(torch.where(is_desirable, -gain, gain))
+    return torch.where(is_desirable, desirable_weight * loss, undesirable_weight * loss)
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scale: bool = True,
                      prior: float = 0.0, prior_mean: float = 0.0) -> Tensor:
@@ -573,7 +577,7 @@ LOSSES = {
     ),
     "kto": Loss(
         compute=lambda x, d, perceived, config: (
-            x.weights * kto_loss(perceived, x.is_chosen, x.z0, config.beta)),
+            kto_loss(perceived, x.is_chosen, x.z0, config.beta, x.weights, x.weights)),
         make_units=above_and_below_mean,
         unit="example",
         settings="beta desirable_weight undesirable_weight",
@@ -619,7 +623,7 @@ def train(config: Config) -> "Run":
             # Clip the gradient's norm, sync, step, in this order: the sync takes the policy before its
             # update.
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
-            report["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            report["grad_norm"] = float(full(norm))
             run.stop_before_it_spoils_the_weights(report)
             if config.sync_k and step % config.sync_k == 0:
                 reference.sync(step)
@@ -633,7 +637,10 @@ def train(config: Config) -> "Run":
             if step == batches.steps or (config.eval_every and step % config.eval_every == 0):
                 report |= run.measure(step)
             run.log(report)
-            run.save_if_due(step)
+            if any(gather_from_ranks(len(run.signals))) and step < batches.steps:
+                run.stopped_at = step
+            if run.stopped_at or (config.save_every and step % config.save_every == 0):
+                save_checkpoint(run.out / "checkpoint" / f"step-{step:08d}", optimizer, reference, step)
             if run.stopped_at:
                 break
         run.finish()
@@ -943,7 +950,7 @@ class Run:
             self.take_up_folder(is_new=checkpoint is None)
             describe(self, len(groups))
             warn_of_oddities(self)
-        for line in from_first_rank(lambda: read_metrics(self.out / "metrics.jsonl")):
+        for line in from_first_rank(lambda: read_lines(self.out / "metrics.jsonl")):
             self.watch(line)
             self.known |= line
         steps = self.batches.steps
@@ -1045,7 +1052,8 @@ class Run:
         """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of what it shows."""
         if line["step"] == 1:
             line |= self.known
-        line["memory_mib"] = peak_memory(self.policy.device)
+        if self.policy.device.type == "cuda":
+            line["memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
         self.known |= line
         for warning in self.watch(line):
             warn(f"step {line['step']}: {warning}")
@@ -1054,14 +1062,6 @@ class Run:
             if self.tracker:
                 self.tracker.log(line, step=line["step"])
         self.progress.set_postfix(loss=line["loss"], reward=line.get("reward"), refresh=False)
-
-    def save_if_due(self, step: int) -> None:
-        """Write a checkpoint where --save-every or a signal, which then ends the run, asks for one."""
-        if any(gather_from_ranks(len(self.signals))) and step < self.batches.steps:
-            self.stopped_at = step
-        if self.stopped_at or (self.config.save_every and step % self.config.save_every == 0):
-            path = self.out / "checkpoint" / f"step-{step:08d}"
-            save_checkpoint(path, self.optimizer, self.reference, step)
 
     def finish(self) -> None:
         """Write the final folder, unless a signal ended the run."""
@@ -1116,34 +1116,22 @@ def append_lines(path: Path, lines: Iterable[dict]) -> None:
     with open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
-def whole_lines(path: Path) -> Iterator[dict]:
+def read_lines(path: Path) -> list[dict]:
     """What a file's lines hold, without those that a crash cut off or the disk damaged."""
+    lines = []
     for text in path.open("rb") if path.exists() else ():
         with contextlib.suppress(ValueError):
             line = json.loads(text)
             if isinstance(line, dict) and "step" in line:
-                yield line
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    return list(whole_lines(path))
+                lines.append(line)
+    return lines
 
 def cut_lines(path: Path, end: int) -> None:
     """Leave out the lines of the steps from `end` on."""
     kept = path.with_suffix(".new")
     kept.unlink(missing_ok=True)
-    append_lines(kept, (line for line in whole_lines(path) if line["step"] < end))
+    append_lines(kept, [line for line in read_lines(path) if line["step"] < end])
     kept.replace(path)
-
-def peak_memory(device: torch.device) -> float:
-    """The most memory that was in use so far, in MiB: torch's on a GPU, else the process's (0 on Windows)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    with contextlib.suppress(ImportError):
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; on a Mac bytes
-        return peak / (2**20 if sys.platform == "darwin" else 2**10)
-    return 0.0
 
 def start_tracker(config: Config, out: Path) -> Any:
     """The module that --track names, told of the run; its `log` takes each line of the metrics."""
@@ -1377,8 +1365,8 @@ def pays_mixed(policy: Module, device: torch.device) -> bool:
     bf16."""
     if device.type != "cpu":
         return device.type == "cuda"
-    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return has_bf16 and sum(p.numel() for p in policy.parameters()) >= 20_000_000
+    is_large = sum(p.numel() for p in policy.parameters()) >= 20_000_000
+    return is_large and torch.cpu._is_avx512_bf16_supported()
 
 # ---------- Data --------------------------------------------------------------------------------------------
 # Rows on disk -> groups of rewarded completions -> batches.
@@ -2132,7 +2120,6 @@ class Reference:
         self.until = 0  # the last step that the present reference serves
         # The reference's, in host memory, while they are still needed.
         self.weights: list[Tensor] | None = None
-        self.parameters = list(trained(policy).values())
         if config.taper and not config.sample_every:  # unknown samplers: the initial policy stands in
             known = [sequence for i in sorted(set(batches.order)) for sequence in batches.pool[i][0]]
             unknown = [sequence for sequence in known if sequence.sampler_logps is None]
@@ -2155,8 +2142,12 @@ class Reference:
 
     def put_weights_aside(self) -> None:
         """The policy as it is becomes the reference of batches that are still to be drawn."""
-        parts = [p.to_local() if isinstance(p, DTensor) else p for p in self.parameters]
-        self.weights = [part.detach().to("cpu", copy=True) for part in parts]
+        self.weights = [part.to("cpu", copy=True) for part in self.parts()]
+
+    def parts(self) -> list[Tensor]:
+        """This rank's part of each weight that training changes."""
+        weights = [p.detach() for p in trained(self.policy).values()]
+        return [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
 
     def after_drawing(self, step: int) -> None:
         """The batches from `step` on are newly drawn, by the policy as it is: attach their log-probs under
@@ -2182,16 +2173,10 @@ class Reference:
                     setattr(sequence, name, logps)
 
     def swap_weights(self) -> None:
-        """The policy's weights and those put aside change places: on a CPU without a copy."""
-        for i, p in enumerate(self.parameters):
-            if p.device.type == "cpu" and not isinstance(p, DTensor):
-                p.data, self.weights[i] = self.weights[i], p.data
-                continue
-            weight = p.detach()
-            if isinstance(p, DTensor):
-                weight = weight.to_local()
-            present = weight.to("cpu", copy=True)
-            weight.copy_(self.weights[i])
+        """The policy's weights and those put aside change places."""
+        for i, part in enumerate(self.parts()):
+            present = part.to("cpu", copy=True)
+            part.copy_(self.weights[i])
             self.weights[i] = present
 
 # ---------- Log-probs and microbatches ----------------------------------------------------------------------
@@ -2386,13 +2371,12 @@ def completion_logps(
     divisor = getattr(text, "logits_scaling", None) or 1.0
     factor = getattr(text, "logit_scale", None) or 1.0
     temperature = temperature * (divisor / factor)
-    return token_logps(hidden, head.weight, labels, head.bias, softcap, temperature=temperature)
+    return token_logps(hidden, head.weight, labels, softcap, temperature=temperature)
 
 def token_logps(
     hidden: Tensor,
     lm_head_weight: Tensor,
     labels: Tensor,
-    bias: Tensor | None = None,
     softcap: float | None = None,
     chunk_size: int = 512,
     temperature: float = 1.0,
@@ -2406,9 +2390,8 @@ def token_logps(
 
     Args:
         hidden: (N, T, D) final hidden states; hidden[:, t] predicts labels[:, t].
-        lm_head_weight: (V, D) output embeddings, tied or not.
+        lm_head_weight: (V, D) output embeddings, tied or not; a head with a bias (GPT-J, Phi-2) is another.
         labels: (N, T) token ids; -100 is ignored.
-        bias: (V,) bias of the output head.
         softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2.
         temperature: then they are divided by this, as they were for sampling.
     Returns:
@@ -2419,18 +2402,15 @@ def token_logps(
     places = places.to(hidden.device, non_blocking=True)
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        lm_head_weight = lm_head_weight.to(dtype)
-        if bias is not None:
-            bias = bias.to(dtype)
+        lm_head_weight = lm_head_weight.to(torch.get_autocast_dtype(device_type))
     picked = hidden.flatten(0, 1).index_select(0, places)
     with torch.autocast(device_type, enabled=False):
-        logps = TokenLogps.apply(picked, lm_head_weight, bias, labels, softcap, temperature, chunk_size)
+        logps = TokenLogps.apply(picked, lm_head_weight, labels, softcap, temperature, chunk_size)
     width = hidden.shape[1]
     return logps.new_zeros(hidden.shape[:2]).index_put((places // width, places % width), logps)
 
 class TokenLogps(torch.autograd.Function):
-    """log softmax(softcap(h Wᵀ + b) / T)[label] of M tokens, `chunk` rows of logits at a time, in memory used
+    """log softmax(softcap(h Wᵀ) / T)[label] of M tokens, `chunk` rows of logits at a time, in memory used
     again.
 
     The last two chunks wait for the backward pass, which computes the others anew: half the time of
@@ -2438,28 +2418,27 @@ class TokenLogps(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, softcap, temperature, chunk):
+    def forward(ctx, hidden, weight, labels, softcap, temperature, chunk):
         logps = []
         ctx.kept = []
         for rows, label in zip(hidden.split(chunk), labels[:, None].split(chunk)):
             out = None
             if len(ctx.kept) == 2:
                 out, _ = ctx.kept.pop(0)
-            out, scale, of_rows = TokenLogps.of_chunk(out, rows, weight, bias, label, softcap, temperature)
+            out, scale, of_rows = TokenLogps.of_chunk(out, rows, weight, label, softcap, temperature)
             logps.append(of_rows[:, 0])
             ctx.kept.append((out, scale))
-        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.save_for_backward(hidden, weight, labels)
         ctx.settings = softcap, temperature
         ctx.chunk = chunk
         return torch.cat(logps)
 
     @staticmethod
     def backward(ctx, grad):
-        hidden, weight, bias, labels = ctx.saved_tensors
-        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        hidden, weight, labels = ctx.saved_tensors
+        needs_weight = ctx.needs_input_grad[1]
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight) if needs_weight else None
-        d_bias = torch.zeros_like(bias) if needs_bias else None
         out = None
         kept = ctx.kept
         ctx.kept = []  # a second backward pass computes all chunks anew
@@ -2470,18 +2449,16 @@ class TokenLogps(torch.autograd.Function):
                 out, scale = kept.pop()
             else:
                 label = labels[here, None]
-                out, scale, _ = TokenLogps.of_chunk(out, rows, weight, bias, label, *ctx.settings)
+                out, scale, _ = TokenLogps.of_chunk(out, rows, weight, label, *ctx.settings)
             d_logits = out.to(weight.dtype)
             factor = -grad[here, None] / scale  # on the short side of each product
             d_hidden[here] = (d_logits @ weight) * factor
             if needs_weight:
                 d_weight.addmm_(d_logits.T, (rows * factor).to(weight.dtype))
-            if needs_bias:
-                d_bias += (factor.T @ out)[0]
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None
 
     @staticmethod
-    def of_chunk(out, hidden, weight, bias, labels, softcap, temperature):
+    def of_chunk(out, hidden, weight, labels, softcap, temperature):
         """For n tokens: -d log-prob / d logits times a scale (n, V), that scale (n, 1), and the log-probs (n,
         1)."""
         if out is None or len(out) < len(hidden):
@@ -2489,10 +2466,10 @@ class TokenLogps(torch.autograd.Function):
             out = torch.empty(len(hidden), len(weight), dtype=dtype, device=hidden.device)
         out = out[: len(hidden)]
         hidden = hidden.to(weight.dtype)
-        if out.dtype == weight.dtype and bias is None:
+        if out.dtype == weight.dtype:
             torch.mm(hidden, weight.T, out=out)
         else:
-            out.copy_(F.linear(hidden, weight, bias))
+            out.copy_(hidden @ weight.T)
         if softcap is not None:
             slope = 1 - out.div_(softcap).tanh_() ** 2
             out *= softcap
@@ -2901,36 +2878,32 @@ def parse_flags(args: list[str], kind: Any = Config) -> Any:
     text = re.sub(r" (Argument|For full helptext).*$|no type matching .*<class '\w+'>: ", "", text)
     text = re.sub(r" Perhaps you meant: (--[\w-]+).*$", r"; did you mean \1?", text)
     flag = re.search(r"--(no-)?([\w-]+)", text)
-    advice = GONE.get(flag[2].replace("-", "_")) if flag else None
+    advice = instead_of(flag[2].replace("-", "_")) if flag else ""
     raise UserError(f"{text}; {advice or 'see --help'}")
 
 LISTS = ("data", "reward")  # fields that take several values
 
-GONE = {  # settings of earlier versions, and what to do instead
-    "ref": "leave it out",
-    "sync_drift": "write sync_k",
-    "sync_alpha": "write sync_k",
-    "stale": "write taper = true for stale = \"taper\"",
-    "on_collapse": "leave it out; a collapse is warned of",
-    "plan": "leave it out",
-    "lora_targets": "leave it out; all linear layers get an adapter",
-    "merge": "merge final/ with peft, as in the README",
-    "template_values": "write one JSON object, such as '{\"enable_thinking\": false}'",
-    "sampler_command": "set HUMANLINE_SAMPLER_COMMAND, as configs/external.py says",
-    "sampler_weights": "set HUMANLINE_SAMPLER_WEIGHTS, as configs/external.py says",
-    "sampler_python": "set HUMANLINE_SAMPLER_COMMAND, as configs/external.py says",
-    "sampler_devices": "set HUMANLINE_SAMPLER_COMMAND, as configs/external.py says",
-    "sampler_seconds": "set SECONDS in configs/external.py",
-    "eval_temperature": "temperature holds for both; for another, eval.py accuracy",
-    "eval_top_p": "top_p holds for both; for another, eval.py accuracy",
-    "eval_greedy": "leave it out; greedy completions are always measured",
-    "share_prompts": "leave it out; prompts are shared where that pays",
-    "rollouts": "leave it out; they are always written",
-    "untyped": "leave it out",
-    "ratio": "leave it out",
-    "schedule": "leave it out; the rate is constant after the warmup",
-    "draw_ahead": "leave it out; a drawing waits for the training before it",
+GONE = {  # what to do instead of settings of earlier versions
+    "leave it out": "ref plan rollouts untyped ratio",
+    "write sync_k": "sync_drift sync_alpha",
+    "write taper = true for stale = \"taper\"": "stale",
+    "leave it out; a collapse is warned of": "on_collapse",
+    "leave it out; all linear layers get an adapter": "lora_targets",
+    "merge final/ with peft, as in the README": "merge",
+    "write one JSON object, such as '{\"enable_thinking\": false}'": "template_values",
+    "set HUMANLINE_SAMPLER_COMMAND or _WEIGHTS, as configs/external.py says":
+        "sampler_command sampler_weights sampler_python sampler_devices",
+    "set SECONDS in configs/external.py": "sampler_seconds",
+    "temperature and top_p hold for both; for others, eval.py accuracy": "eval_temperature eval_top_p",
+    "leave it out; greedy completions are always measured": "eval_greedy",
+    "leave it out; prompts are shared where that pays": "share_prompts",
+    "leave it out; the rate is constant after the warmup": "schedule",
+    "leave it out; a drawing waits for the training before it": "draw_ahead",
 }
+
+def instead_of(name: str) -> str:
+    """What to do instead of a setting of an earlier version; "" of any other name."""
+    return next((advice for advice, names in GONE.items() if name in names.split()), "")
 
 def read_config(path: str) -> list[str]:
     """The settings of a TOML file as flags."""
@@ -2940,7 +2913,7 @@ def read_config(path: str) -> list[str]:
     args = []
     for key, value in table.items():
         name = key.replace("-", "_")
-        advice = GONE.get(name) or suggest(name, names)
+        advice = instead_of(name) or suggest(name, names)
         require(name in names, f"{path}: unknown key '{key}'; {advice}")
         require(name in LISTS or not isinstance(value, (list, dict)),
                 f"{path}: {key} = {value!r} must be a single value; {advice}")

@@ -60,6 +60,7 @@ def patched(tmp_path: Path, *patches: tuple[str, str]):
         text = text.replace(old, new)
     path = tmp_path / "humanline.py"
     path.write_text(text, encoding="utf-8")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     spec = importlib.util.spec_from_file_location(f"changed_{tmp_path.name}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

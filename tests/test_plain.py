@@ -256,6 +256,7 @@ def with_mistake(place: str, right: str, wrong: str, folder: Path):
     module = importlib.util.module_from_spec(spec)
     sys.modules["mistaken"] = module  # dataclasses look there
     spec.loader.exec_module(module)
+    module.CONFIGS = humanline.CONFIGS
     return module
 
 

@@ -142,7 +142,7 @@ def test_a_flipped_bit_in_the_metrics_never_ends_a_resume(run, tmp_path):
     for place in range(8 * len(line)):
         byte, bit = divmod(place, 8)
         damaged.write_bytes(line[:byte] + bytes([line[byte] ^ 1 << bit]) + line[byte + 1 :] + b"\n")
-        for kept in humanline.read_metrics(damaged):
+        for kept in humanline.read_lines(damaged):
             humanline.Watch()(kept)
         humanline.cut_lines(damaged, 2)
 

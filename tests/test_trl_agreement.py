@@ -45,7 +45,7 @@ def run_ours(monkeypatch, tiny, out, rows: list[dict], flags: str) -> tuple[list
     with monkeypatch.context() as patch:
         patch.setattr(humanline, "forward_backward", watched)
         run = humanline.train(humanline.parse_config([*common.split(), *flags.split()]))
-    return [*weights, copy_of(run.policy)], batches, humanline.read_metrics(out / "run" / "metrics.jsonl")
+    return [*weights, copy_of(run.policy)], batches, humanline.read_lines(out / "run" / "metrics.jsonl")
 
 
 def dataset(rows: list[dict], order: list[int]):

@@ -560,7 +560,7 @@ def train_tiny(flags: str, home: Path) -> dict:
         config = humanline.parse_config([*defaults, *words])
         status = humanline.main([*defaults, *words, "--save-every", str(config.eval_every), "--out", str(run)])
         require(status in (0, 1), f"interrupted, or wrong flags: {flags}: {said.getvalue()[-300:]}")  # 1: it diverged
-        lines = humanline.read_metrics(run / "metrics.jsonl")
+        lines = humanline.read_lines(run / "metrics.jsonl")
         measured_at = [*range(config.eval_every, config.steps, config.eval_every), config.steps]
         sampler = evaluation.load(str(base / "model"), config, rewarded=False)
         rows = evaluation.read_rows(test, config)
@@ -780,7 +780,7 @@ def train_real(flags: str, model: str, home: Path) -> dict:
         if torch.cuda.is_available():
             outcome["device"] = torch.cuda.get_device_name()
             torch.cuda.empty_cache()
-        lines = humanline.read_metrics(run / "metrics.jsonl")
+        lines = humanline.read_lines(run / "metrics.jsonl")
         rollouts = [json.loads(line) for line in (run / "eval_rollouts.jsonl").read_text().splitlines()]
     seconds = np.cumsum([line["step_seconds"] for line in lines])
     drawing = np.cumsum([line["sample_seconds"] for line in lines])
