@@ -37,7 +37,7 @@ import torch
 import tyro
 
 import humanline
-from humanline import Config, Group, Row, Sampler, UserError, require
+from humanline import Config, Group, Reward, Row, Sampler, UserError, require
 
 # ---------- Arguments -------------------------------------------------------------------------------------------------
 
@@ -59,9 +59,8 @@ class RowSettings(Settings):
 
     limit: int | None = None  # Read only this many rows of each source. Default: the run's.
     max_prompt_length: int | None = None  # Longest prompt, in tokens; rows with longer ones are dropped.
-    reward: tuple[str, ...] | None = None
-    """What rewards a completion: exact, math or FILE.py:function, one or more, each with =WEIGHT if it has
-    one. Default: the run's, or exact."""
+    reward: str | None = None
+    """What rewards a completion: exact, math or FILE.py:function. Default: the run's, or exact."""
     reward_seconds: float | None = None
     """Time limit of `math`, or of a reward or a judge of your own: per sample, √n times as much for n."""
 
@@ -349,7 +348,7 @@ def settings_of_all(flags: Accuracy | Show | Chat) -> list[Config]:
 def settings_with_one_reward(flags: Accuracy | Show) -> list[Config]:
     """The settings of each --model; raises UserError where their rewards differ."""
     configs = settings_of_all(flags)
-    names = sorted({" ".join(config.reward) for config in configs})
+    names = sorted({config.reward for config in configs})
     require(
         len(names) == 1,
         f"--model: these runs have different rewards, {' and '.join(names)}; choose with --reward",
@@ -363,12 +362,14 @@ def load(spec: str, config: Config, rewarded: bool = True) -> Sampler:
         for one in dataclasses.fields(Config)
         if one.name == "shard" or one.name.startswith("lora")
     }
-    reward = config.reward if rewarded else ()
+    reward = config.reward if rewarded else "exact"  # which needs no loading
     config = dataclasses.replace(config, **of_training, sample_every=1, reward=reward)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy, tokenizer = humanline.load_policy(config, device)
     sampler = Sampler(policy.requires_grad_(False), tokenizer, config)
     sampler.name = spec
+    if not rewarded:
+        sampler.reward = None
     return sampler
 
 def rows_to_measure(flags: Accuracy | Show | Winrate, config: Config) -> str:
@@ -402,7 +403,7 @@ def draw(
 def completions_of(sampler: Sampler, group: Group) -> list[dict]:
     """A drawn group as people read it."""
     texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
-    rewards = group.rewards if sampler.rewards else [None] * len(texts)
+    rewards = group.rewards if sampler.reward else [None] * len(texts)
     return [
         dict(completion=text, reward=reward, tokens=len(ids), truncated=ids[-1] not in sampler.stops)
         for text, ids, reward in zip(texts, group.completions, rewards)
@@ -620,7 +621,7 @@ def show_completions(flags: Show) -> None:
             and config.reward == Config.reward
             and any("answer" not in row.fields for row in rows)
         ):
-            sampler.rewards = []  # nothing to compare with
+            sampler.reward = None  # nothing to compare with
         sampler.check_rows(rows)
         groups = encode(sampler, rows, offline=False)[: flags.prompts]
         drawn = draw(sampler, groups, rows, samples, stream, flags.greedy)
@@ -775,16 +776,17 @@ def ask_twice(
     return (found[0] + 1 - found[1]) / 2, found[0] + found[1] - 1
 
 def compare_rewards(
-    sampler: Sampler, rewards: list, rows: list[Row], first: list[str], second: list[str]
+    reward: Reward, prompts: list, first: list[str], second: list[str], fields: list[dict]
 ) -> np.ndarray:
     """(N,) 1 where the first text has the higher reward, 0.5 where both have the same, else 0."""
-    sampler.rewards = rewards
-    totals = []
+    found = []
     for texts in (first, second):
-        totals.append([total for total, _ in sampler.compute_rewards(texts, rows)])
-    for reward in rewards:
-        require(reward.worked, f"--reward {reward.name} failed on every sample: {reward.failure!r:.200}")
-    return (1 + np.sign(np.subtract(*totals))) / 2
+        values = reward(prompts, texts, fields)
+        found.append([reward.config.reward_failed if value is None else value for value in values])
+    require(
+        reward.worked, f"--reward {reward.config.reward} failed on every sample: {reward.failure!r:.200}"
+    )
+    return (1 + np.sign(np.subtract(*found))) / 2
 
 def winrate(flags: Winrate) -> None:
     """Draw both sides, judge, tell."""
@@ -803,10 +805,9 @@ def winrate(flags: Winrate) -> None:
     )
     judge = load_judge(flags.judge, config) if flags.judge else None
     sampler = load(flags.model, config, rewarded=judge is None)
-    if judge is None:
-        sampler.check_rows(rows)
-    rewards = sampler.rewards
-    sampler.rewards = []  # both sides are rewarded together, below
+    reward = sampler.reward
+    sampler.check_rows(rows)
+    sampler.reward = None  # both sides are rewarded together, below
 
     def texts(one: Sampler, stream: int) -> dict[int, list[str]]:
         own = read_rows(data, one.config)  # with its own prompt template
@@ -828,12 +829,11 @@ def winrate(flags: Winrate) -> None:
     first = [text for row in common for text in ours[row]]
     second = [text for row in common for text in theirs[row]]
     prompts = [row.prompt for row in of_rows]
+    fields = [row.fields for row in of_rows]
     if judge is None:
-        preference = compare_rewards(sampler, rewards, of_rows, first, second)
+        preference = compare_rewards(reward, prompts, first, second, fields)
     else:
-        preference, favour = ask_twice(
-            judge, flags.judge, prompts, first, second, [row.fields for row in of_rows]
-        )
+        preference, favour = ask_twice(judge, flags.judge, prompts, first, second, fields)
     write(
         out,
         json_lines(
@@ -875,7 +875,7 @@ def winrate(flags: Winrate) -> None:
         results.append(["favours what it reads first", show(favoured, sign="+"), "the judge, -1 to 1"])
     print(
         f"{flags.model} against {flags.against} on {data}: {shape[0]} prompts x {shape[1]}, judged by "
-        f"{flags.judge or ' '.join(config.reward)}; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n\n"
+        f"{flags.judge or config.reward}; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n\n"
         f"pairs: {out}"
     )
 

@@ -49,7 +49,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import tomllib
 from collections import deque
@@ -87,11 +86,11 @@ class Config:
     folder, or a hub name."""
     limit: int | None = None  # Read only this many rows of each source.
     eval_data: str | None = None  # Held-out rows, for --eval-every.
-    reward: tuple[str, ...] = ("exact",)
-    """The reward of a drawn completion: the weighted sum of one or more NAME[=WEIGHT]. `exact`: 1 if it
-    equals the row's `answer`; `math`: 1 if its final answer equals that, or the \\boxed{} of the row's
-    `solution`; `FILE.py:function`: your own function(prompts, completions, rows) -> list of floats, where
-    prompts are lists of messages, rows dicts; say configs/model_reward.py:score, a reward model."""
+    reward: str = "exact"
+    """The reward of a drawn completion. `exact`: 1 if it equals the row's `answer`; `math`: 1 if its final
+    answer equals that, or the \\boxed{} of the row's `solution`; `FILE.py:function`: your own
+    function(prompts, completions, rows) -> list of floats, where prompts are lists of messages, rows dicts;
+    say configs/model_reward.py:score, a reward model, or configs/rewards.py:math_recipe, a sum of several."""
     reward_seconds: float = 10.0
     """Time limit of a call, where the reward is `math` or your own. Where a call fails or takes longer, its
     samples are rewarded one by one, each within the same limit, until three in a row have taken longer."""
@@ -469,7 +468,7 @@ class Group:
     rewards: list[float]
     # Rewards are absolute labels (1 desirable, 0 not), not to be compared with each other.
     labelled: bool = False
-    parts: list[list[float | None]] = field(default_factory=list)  # of each reward; None: it failed
+    failed: list[bool] = field(default_factory=list)  # whether the reward failed
     logps: list[list[float]] = field(default_factory=list)  # log μ of each token, where known
     sequences: list["Sequence"] = field(default_factory=list)  # its completions; see `make_units`
     units: list[list["Sequence"]] = field(default_factory=list)  # what the loss makes of them
@@ -846,7 +845,6 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
     report["tokens"] = sum(lengths)
     if lengths:
         report["completion_length"] = fmean(lengths)
-        report["completion_longest"] = max(lengths)
     if "importance" in report:
         report["ess"] = report.pop("importance") ** 2 / report.pop("importance_squared")
     if LOSSES[config.loss].unit != "group":
@@ -887,7 +885,7 @@ class Run:
         self.watch = Watch()
         self.signals = note_signals(stack)
         require(config.model, "--model names nothing; give it a Hugging Face name or a folder")
-        require(config.data and all(config.data), "--data names nothing; give it a file or a hub name")
+        require(config.data, "--data names nothing; give it a file or a hub name")
         device = join_ranks()
         require(not config.shard or dist.is_initialized(),
                 "--shard needs several ranks; start them with torchrun")
@@ -955,8 +953,8 @@ class Run:
             self.known |= line
         steps = self.batches.steps
         silence = {"disable": True} if RANK else {}
-        coming = range(self.first, steps + 1)
-        self.progress = tqdm(coming, config.loss, steps, initial=self.first - 1, **silence)
+        self.progress = tqdm(
+            range(self.first, steps + 1), config.loss, steps, initial=self.first - 1, **silence)
 
     def take_up_folder(self, is_new: bool) -> None:
         """Make the folder's files those of a run that is about to take its first step, or to go on."""
@@ -992,7 +990,6 @@ class Run:
                       step: int) -> dict[str, float]:
         """Append rollouts to a file of the run, one line per completion, which --data can read; returns their
         metrics."""
-        parts = [reward.short_name for reward in self.sampler.rewards]
         lines = []
         for number, group in enumerate(rollouts):
             texts = self.sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
@@ -1004,7 +1001,6 @@ class Run:
                     prompt=rows[group.row].prompt,
                     completion=texts[i],
                     reward=group.rewards[i],
-                    rewards=dict(zip(parts, group.parts[i])),
                     advantage=group.sequences[i].advantage if group.sequences else None,
                     truncated=ids[-1] not in self.sampler.stops,
                     tokens=ids,
@@ -1014,24 +1010,18 @@ class Run:
                 ))
         if RANK == 0:
             append_lines(self.out / file, lines)
-        if RANK == 0 and time.monotonic() > self.shown_at + 10:  # show the best one, now and then
-            self.shown_at = time.monotonic()
-            best = max(lines, key=lambda line: line["reward"])
-            prompt = best["prompt"][-1]["content"]
-            text = f"step {step} best {best['reward']:6.2f}  {prompt[-20:]!r} → {best['completion'][:60]!r}"
-            tqdm.write(text)
-        report = {
+            if time.monotonic() > self.shown_at + 10:  # show the best one, now and then
+                self.shown_at = time.monotonic()
+                best = max(lines, key=lambda line: line["reward"])
+                prompt = best["prompt"][-1]["content"][-20:]
+                answer = best["completion"][:60]
+                tqdm.write(f"step {step} best {best['reward']:6.2f}  {prompt!r} → {answer!r}")
+        return {
             "reward_std": pstdev(line["reward"] for line in lines),
+            "failed": sum(sum(group.failed) for group in rollouts),
             "truncated": fmean(line["truncated"] for line in lines),
             "entropy": -fmean(logp for line in lines for logp in line["logps"]),
         }
-        for part in parts:
-            given = [line["rewards"][part] for line in lines if line["rewards"][part] is not None]
-            if given and len(parts) > 1:
-                report[f"reward_{part}"] = fmean(given)
-            if len(given) < len(lines):
-                report[f"failed_{part}"] = len(lines) - len(given)
-        return report
 
     def stop_before_it_spoils_the_weights(self, report: dict[str, float]) -> None:
         """Raises FloatingPointError for what is no number, and UserError where a sampler that should have the
@@ -1066,8 +1056,8 @@ class Run:
     def finish(self) -> None:
         """Write the final folder, unless a signal ended the run."""
         if not self.stopped_at:
-            tokenizer = self.sampler.tokenizer
-            save_final(self.out / "final", self.policy, tokenizer, self.config, self.batches.steps)
+            final = self.out / "final"
+            save_final(final, self.policy, self.sampler.tokenizer, self.config, self.batches.steps)
         if WORLD_SIZE > 1:
             dist.barrier()  # no rank leaves while another still writes
 
@@ -1171,7 +1161,7 @@ def note_signals(stack: contextlib.ExitStack) -> list[int]:
     A second Ctrl-C stops at once."""
     received = []
 
-    def note(number: int, _: Any) -> None:
+    def note(number, _):
         received.append(number)
         text = f"humanline.py: warning: {signal.Signals(number).name}: stopping after this step\n"
         with contextlib.suppress(OSError):  # at once: stderr's buffer may be in use, its terminal gone
@@ -1207,7 +1197,6 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
     """The model and its tokenizer, by hub name or folder, ready for training, and without dropout, which
     would make the log-ratio of a policy with itself noise instead of 0."""
     from transformers import AutoTokenizer
-    trust = dict(trust_remote_code=config.trust_remote_code)
     name = config.model
     with ranks_in_turn() if config.shard else contextlib.nullcontext():
         with explained(
@@ -1218,7 +1207,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             attn_implementation="choose another --attn",
             peft="pip install peft",
         ):
-            tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
             require(tokenizer.chat_template or not config.template_values,
                     f"--template-values: {name} has no template")
             tokenizer.template_values = dict(json.loads(config.template_values or "{}"))
@@ -1353,8 +1342,8 @@ def can_share_prompts(policy: Module) -> bool:
     if set(kinds) != {"full_attention"} or text._attn_implementation != "sdpa":
         return False
     pair = [Sequence([1, 2, 3, 4], [5, 6, 7]), Sequence([1, 2, 3, 4], [7, 6])]
-    eager = torch.compiler.set_stance("force_eager")
-    with contextlib.suppress(Exception), eager:  # a model may raise anything
+    # A model may raise anything.
+    with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):
         in_one_row = log_probs(policy, [pair])
         in_own_rows = log_probs(policy, [[sequence] for sequence in pair])
         return torch.allclose(in_one_row, in_own_rows, rtol=0.05, atol=0.05)
@@ -1420,9 +1409,11 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
     import datasets
 
     datasets.disable_progress_bars()
-    advice = ("name a .jsonl, .json, .csv or .parquet file, a folder, or a data set of the hub; `hf download "
-              "NAME --repo-type dataset --local-dir FOLDER` makes a folder of it, given a network")
-    with explained(source, advice):
+    with explained(
+        source,
+        "name a .jsonl, .json, .csv or .parquet file, a folder, or a data set of the hub; `hf download "
+        "NAME --repo-type dataset --local-dir FOLDER` makes a folder of it, given a network",
+    ):
         if kind == ".parquet":
             return datasets.Dataset.from_parquet(spec)
         if kind == ".csv":
@@ -1570,8 +1561,8 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
     if flag == "--data" and has_answers and not tokenizer.chat_template:
         tokenizer.chat_template = TRANSCRIPT
         warn(f"{flag}: its dialogues are written as Human: … Assistant: …, as the model has no chat template")
-    advice = "change the prompts, or leave out --system"
-    with explained(f"{flag}: the model's chat template refuses a prompt", advice):
+    with explained(f"{flag}: the model's chat template refuses a prompt",
+                   "change the prompts, or leave out --system"):
         encoded = encode_dialogues(tokenizer, rows)
     longest = min(sampler.longest, config.max_length or sampler.longest)
     longest_prompt = config.max_prompt_length or longest
@@ -1767,8 +1758,8 @@ def make_units(groups: list[Group], config: Config) -> None:
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
         one_group = torch.zeros(len(rewards), dtype=torch.long)
-        scale, prior = config.scale_rewards, config.prior
-        advantages = group_advantages(rewards, one_group, 0.01, scale, prior, mean_reward)
+        advantages = group_advantages(
+            rewards, one_group, scale=config.scale_rewards, prior=config.prior, prior_mean=mean_reward)
         advantages[advantages.abs() < 1e-9] = 0  # but for rounding there is no difference
         group.sequences = []
         for i, completion in enumerate(group.completions):
@@ -1791,24 +1782,23 @@ class Sampler:
 
     def __init__(self, policy: Module, tokenizer: Any, config: Config):
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
-        advice = "put another into the tokenizer's folder"
-        with explained(f"--model {config.model}: its chat template fails", advice):
+        with explained(f"--model {config.model}: its chat template fails",
+                       "put another into the tokenizer's folder"):
             self.stops = stop_ids(policy, tokenizer)
         self.longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
         self.pad = self.stops[0]  # padding is masked: any token that the model knows will do
-        self.rewards = []
+        self.reward = None
         self.external = None  # draws instead of the policy's `generate`
         if config.sample_every or config.eval_data is not None:  # loading one may take its time
-            self.rewards = [Reward(spec, config) for spec in config.reward]
+            self.reward = Reward(config)
 
     def check_rows(self, rows: list[Row]) -> None:
-        """Raises UserError for the first row that lacks what a reward needs."""
-        for row in rows:
-            for reward in self.rewards:
-                columns = NEEDED_COLUMNS.get(reward.name, ())
-                is_there = any(row.fields.get(name) is not None for name in columns)
-                require(is_there or not columns,
-                        f"{row.where}: no {' and no '.join(columns)}; --reward {reward.name} needs it")
+        """Raises UserError for the first row that lacks what the reward needs."""
+        name = self.config.reward
+        columns = NEEDED_COLUMNS.get(name) if self.reward else None
+        for row in rows if columns else ():
+            require(any(row.fields.get(column) is not None for column in columns),
+                    f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
 
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
                       greedy: bool = False) -> list[Group]:
@@ -1827,21 +1817,26 @@ class Sampler:
         rewarded = {}
         for places in calls.values():
             texts = self.tokenizer.batch_decode([drawn[i][0] for i in places], skip_special_tokens=True)
-            rewards = self.compute_rewards(texts, [rows[repeated[i].row] for i in places])
+            of = [rows[repeated[i].row] for i in places]
+            rewards = [None] * len(places)
+            if self.reward:
+                rewards = self.reward([row.prompt for row in of], texts, [row.fields for row in of])
             for i, reward in zip(places, rewards):
-                rewarded[i] = (*drawn[i], *reward)
+                rewarded[i] = (*drawn[i], reward)
         everything = {}
         for part in gather_from_ranks(rewarded):
             everything |= part
-        for reward in self.rewards:
-            require(any(gather_from_ranks(reward.worked)),
-                    f"--reward {reward.name} failed on every sample of the first rollouts: "
-                    f"{reward.failure!r:.200}")
+        if self.reward:
+            require(any(gather_from_ranks(self.reward.worked)),
+                    f"--reward {self.config.reward} failed on every sample of the first rollouts: "
+                    f"{self.reward.failure!r:.200}")
         rollouts = []
         for number, group in enumerate(prompts):
             found = [everything[i] for i in range(number * size, (number + 1) * size)]
-            ids, logps, rewards, parts = map(list, zip(*found))
-            rollouts.append(Group(group.row, group.prompt, ids, rewards, parts=parts, logps=logps))
+            ids, logps, rewards = map(list, zip(*found))
+            failed = [reward is None for reward in rewards]
+            rewards = [self.config.reward_failed if reward is None else reward for reward in rewards]
+            rollouts.append(Group(group.row, group.prompt, ids, rewards, failed=failed, logps=logps))
         return rollouts
 
     def plan_calls(self, repeated: list[Group]) -> dict[int, list[int]]:
@@ -1869,19 +1864,6 @@ class Sampler:
                 found = sample(self.policy, ids, self.stops, self.pad, self.config, seed, greedy)
                 drawn |= zip(places, found)
         return drawn
-
-    def compute_rewards(self, texts: list[str], rows: list[Row]) -> list[tuple[float, list[float | None]]]:
-        """For the completion of each row its reward, a weighted sum, and the parts of it; None where one
-        failed."""
-        prompts = [row.prompt for row in rows]
-        fields = [row.fields for row in rows]
-        given = [reward(prompts, texts, fields) for reward in self.rewards]
-        found = []
-        for i in range(len(texts)):
-            parts = [values[i] for values in given]
-            values = [self.config.reward_failed if part is None else part for part in parts]
-            found.append((sum(reward.weight * value for reward, value in zip(self.rewards, values)), parts))
-        return found
 
 @contextlib.contextmanager
 def gathered(policy: Module) -> Iterator[None]:
@@ -2023,32 +2005,25 @@ def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
 CONFIGS = Path(__file__).with_name("configs")
 NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # of which a row must have one
 
-def split_reward(spec: str) -> tuple[str, float]:
-    """NAME[=WEIGHT] -> its name and its weight, by default 1."""
-    parts = re.fullmatch(r"(exact|math|.+\.py:\w+)(?:=(-?\d*\.?\d+))?", spec)
-    require(parts, f"--reward {spec}: write exact, math or FILE.py:function, with =WEIGHT if it has one; a "
-            "reward model is configs/model_reward.py:score")
-    return parts[1], float(parts[2] or 1)
-
 class Reward:
     """What --reward names, as a function(prompts, completions, rows) that gives a finite float for each
     completion, or None where it failed, and raises nothing; raises UserError where it cannot be loaded.
     Prompts are lists of messages (dicts with a `role` and a `content`), completions texts, rows dicts with
     all that the data has."""
 
-    def __init__(self, spec: str, config: Config):
-        self.name, self.weight = split_reward(spec)
+    def __init__(self, config: Config):
         self.config = config
         self.worked, self.failure = False, None  # whether it ever gave a number, and why it did not
-        path, _, name = self.name.rpartition(":")
-        names = [split_reward(other)[0].rpartition(":")[2] for other in config.reward]
-        self.short_name = name if names.count(name) == 1 else self.name  # in the metrics
-        if self.name == "math":
+        path, _, name = config.reward.rpartition(":")
+        if config.reward == "math":
             path = str(CONFIGS / "math_reward.py")
         self.function = exact_reward
         if path:
-            advice = "write FILE.py:function, a function(prompts, completions, rows) -> list of floats"
-            with explained(f"--reward {self.name}", advice, math_verify="pip install math-verify"):
+            with explained(
+                f"--reward {config.reward}",
+                "write FILE.py:function, a function(prompts, completions, rows) -> list of floats",
+                math_verify="pip install math-verify",
+            ):
                 self.function = function_process(path, name, config.reward_seconds)
 
     def __call__(self, *samples: list) -> list[float | None]:
@@ -2063,7 +2038,7 @@ class Reward:
         self.worked = self.worked or any(good)
         if reasons:
             self.failure = reasons[0]
-            warn(f"--reward {self.name}: {good.count(False)} of {len(good)} samples failed and count as "
+            warn(f"--reward {self.config.reward}: {good.count(False)} of {len(good)} samples failed and count as "
                  f"{self.config.reward_failed:g}; the first reason: {self.failure!r:.200}")
         return [float(value) if is_good else None for value, is_good in zip(values, good)]
 
@@ -2098,9 +2073,11 @@ def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> lis
 
 def function_process(path: str, name: str, seconds: float, *more: Any) -> Callable:
     """A function of the user's file in a process of its own, where it may hang, crash or exhaust its memory:
-    only the call fails."""
-    found = runpy.run_path(str(CONFIGS / "function_process.py"))
-    return found["FunctionProcess"](path, name, seconds, *more)
+    only the call fails. Without the file that does this, a function of this process."""
+    file = CONFIGS / "function_process.py"
+    if not file.exists():
+        return runpy.run_path(path)[name]
+    return runpy.run_path(str(file))["FunctionProcess"](path, name, seconds, *more)
 
 # ---------- The reference -----------------------------------------------------------------------------------
 
@@ -2636,16 +2613,15 @@ def gather_whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which then becomes `path` by a rename, so that `path` is whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = tempfile.TemporaryDirectory(
-        prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True)
-    with unfinished as name:
-        folder = Path(name)
+    folder = path.with_name(f".{path.name}-{time.time_ns()}")
+    folder.mkdir(parents=True)
+    try:
         yield folder
-        folder.chmod(0o755)  # as any other; the files of safetensors are the owner's alone, too
         for file in folder.iterdir():
-            file.chmod(0o644)
+            file.chmod(0o644)  # those of safetensors are the owner's alone
         folder.rename(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 def hashes(folder: Path, names: str = "*") -> dict[str, str]:
     """The SHA-256 of the files in a folder, but of the one that holds them."""
@@ -2838,8 +2814,7 @@ def leave(status: int, message: str = "") -> int:
 
 def parse_config(argv: list[str]) -> Config:
     """Flags over --config, or over the settings of the demo, over defaults."""
-    for flag in "--data", "--reward":
-        require(argv.count(flag) < 2, f"{flag} is there twice; write {flag} ONE OTHER")
+    require(argv.count("--data") < 2, "--data is there twice; write --data ONE OTHER")
     words = [part for word in argv for part in word.split("=")]  # --flag=VALUE is --flag VALUE
     typed = dict(itertools.pairwise([*words, ""]))
     parts = sorted({"--sync-k", "--perception"} & typed.keys())
@@ -2881,10 +2856,8 @@ def parse_flags(args: list[str], kind: Any = Config) -> Any:
     advice = instead_of(flag[2].replace("-", "_")) if flag else ""
     raise UserError(f"{text}; {advice or 'see --help'}")
 
-LISTS = ("data", "reward")  # fields that take several values
-
 GONE = {  # what to do instead of settings of earlier versions
-    "leave it out": "ref plan rollouts untyped ratio",
+    "leave it out": "ref plan rollouts untyped ratio eval_greedy share_prompts draw_ahead",
     "write sync_k": "sync_drift sync_alpha",
     "write taper = true for stale = \"taper\"": "stale",
     "leave it out; a collapse is warned of": "on_collapse",
@@ -2894,11 +2867,9 @@ GONE = {  # what to do instead of settings of earlier versions
     "set HUMANLINE_SAMPLER_COMMAND or _WEIGHTS, as configs/external.py says":
         "sampler_command sampler_weights sampler_python sampler_devices",
     "set SECONDS in configs/external.py": "sampler_seconds",
+    "for several write a function that adds them, as configs/rewards.py:math_recipe": "reward",
     "temperature and top_p hold for both; for others, eval.py accuracy": "eval_temperature eval_top_p",
-    "leave it out; greedy completions are always measured": "eval_greedy",
-    "leave it out; prompts are shared where that pays": "share_prompts",
     "leave it out; the rate is constant after the warmup": "schedule",
-    "leave it out; a drawing waits for the training before it": "draw_ahead",
 }
 
 def instead_of(name: str) -> str:
@@ -2915,22 +2886,22 @@ def read_config(path: str) -> list[str]:
         name = key.replace("-", "_")
         advice = instead_of(name) or suggest(name, names)
         require(name in names, f"{path}: unknown key '{key}'; {advice}")
-        require(name in LISTS or not isinstance(value, (list, dict)),
+        require(name == "data" or not isinstance(value, (list, dict)),
                 f"{path}: {key} = {value!r} must be a single value; {advice}")
         values = value if isinstance(value, list) else [value]
         if name in ("model", "data", "eval_data", "reward"):
             values = [find_file(str(one)) for one in values]
         if isinstance(value, bool):
             args.append(flag_of(name if value else f"no_{name}"))
-        elif name in LISTS:
-            args += [flag_of(name), *values]
+        elif name == "data":
+            args += ["--data", *values]
         else:
             args.append(f"{flag_of(name)}={values[0]}")
     return args
 
 def find_file(spec: str) -> str:
     """A file or folder that settings name: where there is none from here, the one beside humanline.py."""
-    path = re.split("[:=]", spec)[0]
+    path = spec.partition(":")[0]
     home = Path(__file__).parent
     return spec if Path(path).exists() or not (home / path).exists() else str(home / spec)
 
@@ -2950,8 +2921,9 @@ def check_config(config: Config) -> None:
                     f"{flag_of(name)} is {value}; it must lie from {least:g} to {most:g}")
     require(config.log_eps_p < config.log_eps_r, f"--log-eps-p {config.log_eps_p} is not below --log-eps-r "
             f"{config.log_eps_r}; the clip's lower end comes first")
-    for spec in config.reward:
-        split_reward(spec)
+    require(re.fullmatch(r"exact|math|.+\.py:\w+", config.reward),
+            f"--reward {config.reward}: write exact, math or FILE.py:function; a reward model is "
+            "configs/model_reward.py:score, a sum of several configs/rewards.py:math_recipe")
     require(config.prompt_template is None or "{prompt}" in config.prompt_template,
             "--prompt-template has no {prompt}, the place where the row's prompt goes")
     require(not config.sample_every or config.group_size > 1,

@@ -1,6 +1,5 @@
-"""Reward functions to use and to copy, each with --reward configs/rewards.py:NAME, or several with weights:
-
-  python humanline.py ... --reward math=8 configs/rewards.py:think_format=1 configs/rewards.py:tag_count=1
+"""Reward functions to use and to copy, each with --reward configs/rewards.py:NAME. A sum of several is a function,
+too: see math_recipe.
 
 A reward is a function(prompts, completions, rows) that gives one number for each completion. Prompts are lists of
 messages, completions are texts, and rows are dicts: the rows of the data with all that they hold.
@@ -34,6 +33,18 @@ def tag_count(prompts: list, completions: list[str], rows: list[dict]) -> list[f
     """
     tags = "<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>"
     return [sum(text.count(tag) == 1 for tag in tags) / len(tags) for text in completions]
+
+
+def math_recipe(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
+    """The authors' for math: 8 for the right answer, and up to 1 each for think_format and tag_count."""
+    from math_reward import math
+
+    weights = {math: 8, think_format: 1, tag_count: 1}
+    totals = [0.0] * len(completions)
+    for function, weight in weights.items():
+        for i, value in enumerate(function(prompts, completions, rows)):
+            totals[i] += weight * value
+    return totals
 
 
 def sentiment(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:

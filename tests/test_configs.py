@@ -117,9 +117,9 @@ def test_a_config_says_what_it_is_and_builds_its_run_on_small_stand_ins(file, st
     (tmp_path / "judge.py").write_text(length)
     is_missing = lambda reward: "model_reward" in reward or (
         "sentiment" in reward and not importlib.util.find_spec("vaderSentiment"))
-    rewards = [f"{tmp_path}/judge.py:length" if is_missing(reward) else reward for reward in config.reward]
+    reward = f"{tmp_path}/judge.py:length" if is_missing(config.reward) else config.reward
     data = [rows[name.split(":")[0]] for name in config.data]
-    flags = ["--model", stand_in, "--data", *data, "--reward", *rewards, "--out", str(tmp_path / "out"),
+    flags = ["--model", stand_in, "--data", *data, "--reward", reward, "--out", str(tmp_path / "out"),
              *("--dtype float32 --steps 2 --batch-size 2 --group-size 2 --max-new-tokens 4 --max-length 1000 "
                "--max-prompt-length 900 --save-every 0 --eval-prompts 2 --no-shard").split()]
     if config.eval_data:

@@ -94,7 +94,7 @@ def weights_of_humanline(program, case: dict, model: str, data: Path, out: Path)
     if case["loss"] == "kto" and "sample_every" in case:
         settings["batch_size"] *= GROUP  # it counts completions; in plain.py their prompts
     program.train(program.Config(
-        model=model, data=(str(data / "rows.jsonl"),), reward=(f"{data / 'reward.py'}:{reward}",), dtype="float32",
+        model=model, data=(str(data / "rows.jsonl"),), reward=f"{data / 'reward.py'}:{reward}", dtype="float32",
         group_size=GROUP, max_new_tokens=4, microbatch_tokens=64, save_every=0, out=str(out), **settings))
     return load_file(out / "final" / "model.safetensors")
 

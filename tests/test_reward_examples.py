@@ -111,14 +111,10 @@ def flags(tiny, tmp_path, monkeypatch) -> list[str]:
             f"--no-humanline --out {tmp_path / 'out'}").split()
 
 
-def test_a_run_takes_several_with_their_weights(flags, tmp_path):
-    several = ["exact=8", "configs/rewards.py:length_near=0.5", "configs/rewards.py:tag_count"]
-    humanline.train(humanline.parse_config([*flags, "--reward", *several]))
-    lines = metrics(tmp_path / "out")
-    for line in lines:
-        summed = 8 * line["reward_exact"] + 0.5 * line["reward_length_near"] + line["reward_tag_count"]
-        assert line["reward"] == pytest.approx(summed) and line["reward_length_near"] > 0
-    assert len(lines) == 2
+def test_a_sum_of_rewards_is_a_reward():
+    config = humanline.Config(reward=f"{ROOT}/configs/rewards.py:math_recipe")
+    texts = ["<think>\n1+1\n</think>\n<answer>\n2\n</answer>", "2", "<think>\n3"]
+    assert humanline.Reward(config)([[]] * 3, texts, [{"answer": "2"}] * 3) == [10, 8, 0.25]
 
 
 # The topics.

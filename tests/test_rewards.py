@@ -27,7 +27,7 @@ spec.loader.exec_module(math_reward)
 
 
 def load(reward: str, **settings) -> humanline.Reward:
-    return humanline.Reward(reward, Config(**settings))
+    return humanline.Reward(Config(reward=reward, **settings))
 
 
 def process_number(reward: humanline.Reward) -> int:
@@ -341,8 +341,8 @@ def test_the_process_ends_with_a_trainer_that_is_killed_even_amid_a_call(user_fi
     (user_files / "pids").unlink(missing_ok=True)
     source = f"""
 import humanline, torch
-config = humanline.Config(reward_seconds=500.0)
-humanline.Reward("{user_files}/light-weight.py:trouble", config)([[]], ["hang"], [{{}}])
+config = humanline.Config(reward="{user_files}/light-weight.py:trouble", reward_seconds=500.0)
+humanline.Reward(config)([[]], ["hang"], [{{}}])
 """
     trainer = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT)
     while not (user_files / "pids").exists() or not (user_files / "pids").read_text():
