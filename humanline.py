@@ -264,15 +264,9 @@ def humanline_clip(log_ratio: Tensor, log_eps_p: float = -1.5, log_eps_r: float 
     """
     return log_ratio.clamp(log_eps_p, log_eps_r)
 
-def humanline_rejected(
-    log_ratio: Tensor,
-    mask: Tensor,
-    gamma_p: float = 0.5,
-    gamma_r: float = 0.01,
-    beta_p: float = 1.0,
-    beta_r: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
+def humanline_rejected(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamma_r: float = 0.01,
+                       beta_p: float = 1.0, beta_r: float = 1.0,
+                       generator: torch.Generator | None = None) -> Tensor:
     """Which tokens humanline sampling rejects (Definition 4.2); see `humanline_sample`. (N, T) booleans."""
     if not mask.any():
         return torch.zeros_like(mask, dtype=torch.bool)
@@ -291,15 +285,9 @@ def humanline_rejected(
     is_likely = -d < (-completion_d).max() + log_b_r
     return (is_unlikely | is_likely) & mask.bool()
 
-def humanline_sample(
-    log_ratio: Tensor,
-    mask: Tensor,
-    gamma_p: float = 0.5,
-    gamma_r: float = 0.01,
-    beta_p: float = 1.0,
-    beta_r: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
+def humanline_sample(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamma_r: float = 0.01,
+                     beta_p: float = 1.0, beta_r: float = 1.0,
+                     generator: torch.Generator | None = None) -> Tensor:
     """Humanline sampling (Definition 4.2): a token is kept if a person's perception would have produced it.
 
     Draw B_P ~ Beta(γ_P, β_P) and B_R ~ Beta(γ_R, β_R) for each token, and reject it if exp(d) < M_P B_P or
@@ -690,17 +678,8 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
     return describe_step(batch, totals, total_loss, z0, config)
 
 @torch.no_grad()
-def note_metrics(
-    totals: dict[str, Tensor],
-    x: Microbatch,
-    logps: Tensor,
-    log_ratio: Tensor,
-    d: Tensor,
-    perceived: Tensor,
-    passes: Tensor,
-    weight: Tensor | None,
-    config: Config,
-) -> None:
+def note_metrics(totals: dict[str, Tensor], x: Microbatch, logps: Tensor, log_ratio: Tensor, d: Tensor,
+                 perceived: Tensor, passes: Tensor, weight: Tensor | None, config: Config) -> None:
     """Add a microbatch's metrics to the step's totals: a sum and a count each, or of a name in `_max` the
     largest value.
 
@@ -802,15 +781,8 @@ def draw_rejections(policy: Module, batch: "Batch", config: Config) -> None:
     x, log_ratio = log_ratios_before(policy, batch.sequences, batch, config)
     d = log_ratio[x.mask]
     generator = torch.Generator().manual_seed(seed_for(config.seed, "reject", batch.step))
-    rejected = humanline_rejected(
-        d,
-        torch.ones_like(d),
-        config.gamma_p,
-        config.gamma_r,
-        config.beta_p,
-        config.beta_r,
-        generator,
-    )
+    rejected = humanline_rejected(d, torch.ones_like(d), config.gamma_p, config.gamma_r, config.beta_p,
+                                  config.beta_r, generator)
     lengths = x.mask.sum(-1).tolist()
     for sequence, tokens in zip(batch.sequences, rejected.split(lengths)):
         sequence.rejected = tokens
@@ -927,13 +899,8 @@ class Run:
         self.sampler.check_rows(self.eval_rows + self.rows if config.sample_every else self.eval_rows)
         self.batches = Batches(config, groups, self.sampler.longest, fingerprint)
         from_first_rank(lambda: lock(self.out, config, stack))
-        self.optimizer = torch.optim.AdamW(
-            trained(self.policy).values(),
-            lr=config.lr,
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.optimizer = torch.optim.AdamW(trained(self.policy).values(), lr=config.lr, eps=config.adam_eps,
+                                           weight_decay=config.weight_decay, fused=True)
         self.reference = Reference(self.policy, self.batches, config)
         if config.sampler != "generate":
             path, _, name = find_file(config.sampler).rpartition(":")
@@ -1254,13 +1221,9 @@ def load_weights(config: Config, device: torch.device) -> Module:
     is_frozen_on_gpu = config.lora and device.type == "cuda" and config.dtype != "float32"
     if config.dtype == "bfloat16" or is_frozen_on_gpu:
         dtype = torch.bfloat16
-    policy, info = AutoModelForCausalLM.from_pretrained(
-        name,
-        output_loading_info=True,
-        dtype=dtype,
-        attn_implementation=config.attn,
-        trust_remote_code=config.trust_remote_code,
-    )
+    policy, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, dtype=dtype,
+                                                        attn_implementation=config.attn,
+                                                        trust_remote_code=config.trust_remote_code)
     foreign = ", ".join(sorted(info["unexpected_keys"])[:3])
     missing = ", ".join(sorted(info["missing_keys"])[:3])
     require(not foreign, f"--model {name}: it has no place for {foreign} of its files; mend its config.json")
@@ -1275,12 +1238,8 @@ def add_adapters(policy: Module, config: Config) -> None:
     so the initial policy is the policy with the adapters as they are now, and needs no copy."""
     with explained("--lora", "pip install peft"):
         from peft import LoraConfig
-    lora = LoraConfig(
-        r=config.lora,
-        lora_alpha=config.lora_alpha,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
+    lora = LoraConfig(r=config.lora, lora_alpha=config.lora_alpha, target_modules="all-linear",
+                      task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(config.seed, "lora"))
         policy.add_adapter(lora)
@@ -1899,13 +1858,8 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int,
     if config.top_p < 1 and not greedy:
         processors.append(TopPLogitsWarper(config.top_p))
     processors.append(lambda _, scores: draw_tokens(scores, generator, cumulative, logps))
-    settings = GenerationConfig(
-        do_sample=False,
-        eos_token_id=stops,
-        pad_token_id=pad,
-        max_new_tokens=config.max_new_tokens,
-        disable_compile=True,
-    )
+    settings = GenerationConfig(do_sample=False, eos_token_id=stops, pad_token_id=pad,
+                                max_new_tokens=config.max_new_tokens, disable_compile=True)
 
     ids = [torch.tensor(prompt) for prompt in prompts]
     mask = [torch.ones_like(prompt) for prompt in ids]
@@ -1919,14 +1873,10 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int,
     autocast = torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.is_mixed)
     try:
         with autocast, torch.compiler.set_stance("force_eager"):
-            drawn = policy.generate(
-                ids,
-                attention_mask=mask,
-                past_key_values=prompt_cache(policy, ids, mask, config),
-                generation_config=settings,
-                synced_gpus=config.shard,
-                logits_processor=processors,
-            )
+            drawn = policy.generate(ids, attention_mask=mask,
+                                    past_key_values=prompt_cache(policy, ids, mask, config),
+                                    generation_config=settings, synced_gpus=config.shard,
+                                    logits_processor=processors)
     finally:
         policy.train(was_training)
         policy.generation_config = model_settings
@@ -2019,11 +1969,9 @@ class Reward:
             path = str(CONFIGS / "math_reward.py")
         self.function = exact_reward
         if path:
-            with explained(
-                f"--reward {config.reward}",
-                "write FILE.py:function, a function(prompts, completions, rows) -> list of floats",
-                math_verify="pip install math-verify",
-            ):
+            with explained(f"--reward {config.reward}",
+                           "write FILE.py:function, a function(prompts, completions, rows) -> list of floats",
+                           math_verify="pip install math-verify"):
                 self.function = function_process(path, name, config.reward_seconds)
 
     def __call__(self, *samples: list) -> list[float | None]:
@@ -2119,12 +2067,9 @@ class Reference:
 
     def put_weights_aside(self) -> None:
         """The policy as it is becomes the reference of batches that are still to be drawn."""
-        self.weights = [part.to("cpu", copy=True) for part in self.parts()]
-
-    def parts(self) -> list[Tensor]:
-        """This rank's part of each weight that training changes."""
-        weights = [p.detach() for p in trained(self.policy).values()]
-        return [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        present = [p.detach() for p in trained(self.policy).values()]
+        self.parts = [p.to_local() if isinstance(p, DTensor) else p for p in present]  # this rank's
+        self.weights = [part.to("cpu", copy=True) for part in self.parts]
 
     def after_drawing(self, step: int) -> None:
         """The batches from `step` on are newly drawn, by the policy as it is: attach their log-probs under
@@ -2151,7 +2096,7 @@ class Reference:
 
     def swap_weights(self) -> None:
         """The policy's weights and those put aside change places."""
-        for i, part in enumerate(self.parts()):
+        for i, part in enumerate(self.parts):
             present = part.to("cpu", copy=True)
             part.copy_(self.weights[i])
             self.weights[i] = present
@@ -2179,13 +2124,8 @@ def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) ->
     lengths = [len(sequence.completion) for sequence in sequences]
     return [part.clone() for part in flat.cpu().split(lengths)]
 
-def microbatches(
-    policy: Module,
-    sequences: list[Sequence],
-    config: Config,
-    step: int = 0,
-    z0: Tensor | None = None,
-) -> list[Microbatch]:
+def microbatches(policy: Module, sequences: list[Sequence], config: Config, step: int = 0,
+                 z0: Tensor | None = None) -> list[Microbatch]:
     """This rank's share of the sequences, at most --microbatch-tokens at a time. Sharded, all ranks must
     compute as many: one with fewer computes one of another's again, which counts nothing."""
     if not sequences:
@@ -2204,13 +2144,8 @@ def microbatches(
         x.share = 0.0
     return found
 
-def make_microbatch(
-    rows: list[list[Sequence]],
-    device: torch.device,
-    step: int = 0,
-    mean_surprisal: float = 0.0,
-    z0: Tensor | None = None,
-) -> Microbatch:
+def make_microbatch(rows: list[list[Sequence]], device: torch.device, step: int = 0,
+                    mean_surprisal: float = 0.0, z0: Tensor | None = None) -> Microbatch:
     """The struct that the method sees, padded here and nowhere else."""
     sequences = list(itertools.chain(*rows))
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
@@ -2222,17 +2157,11 @@ def make_microbatch(
         columns[name] = None
         if all(part is not None for part in parts):
             columns[name] = pad_sequence(parts, batch_first=True).to(device)
-    return Microbatch(
-        rows=rows,
-        mask=mask.to(device, non_blocking=True),
-        advantages=torch.tensor([sequence.advantage for sequence in sequences], device=device),
-        is_chosen=torch.tensor([sequence.is_chosen for sequence in sequences], device=device),
-        weights=torch.tensor([sequence.weight for sequence in sequences], device=device),
-        step=step,
-        mean_surprisal=mean_surprisal,
-        z0=z0,
-        **columns,
-    )
+    return Microbatch(rows=rows, mask=mask.to(device, non_blocking=True),
+                      advantages=torch.tensor([sequence.advantage for sequence in sequences], device=device),
+                      is_chosen=torch.tensor([sequence.is_chosen for sequence in sequences], device=device),
+                      weights=torch.tensor([sequence.weight for sequence in sequences], device=device),
+                      step=step, mean_surprisal=mean_surprisal, z0=z0, **columns)
 
 def cut(sequences: list[Sequence], config: Config, shares_prompts: bool) -> list[list[list[list[Sequence]]]]:
     """For each rank its microbatches, each a list of rows of the forward pass, each a list of sequences.
@@ -2329,13 +2258,8 @@ def log_probs(model: Module, rows: list[list[Sequence]], temperature: float = 1.
     lengths = [len(sequence.completion) for row in rows for sequence in row]
     return pad_sequence(values.split(lengths), batch_first=True)
 
-def completion_logps(
-    model: Module,
-    ids: Tensor,
-    labels: Tensor,
-    temperature: float = 1.0,
-    **layout: Tensor,
-) -> Tensor:
+def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: float = 1.0,
+                     **layout: Tensor) -> Tensor:
     """Log-probs of `labels` (N, T) from token ids (N, T), by the model's trunk and its output head: (N, T).
 
     layout: position_ids (N, T) and attention_mask (N, 1, T, T), where rows hold more than one sequence.
@@ -2350,14 +2274,8 @@ def completion_logps(
     temperature = temperature * (divisor / factor)
     return token_logps(hidden, head.weight, labels, softcap, temperature=temperature)
 
-def token_logps(
-    hidden: Tensor,
-    lm_head_weight: Tensor,
-    labels: Tensor,
-    softcap: float | None = None,
-    chunk_size: int = 512,
-    temperature: float = 1.0,
-) -> Tensor:
+def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap: float | None = None,
+                chunk_size: int = 512, temperature: float = 1.0) -> Tensor:
     """Log-probabilities of `labels`, from the hidden states that predict them.
 
     Only positions with a label meet the output head, `chunk_size` of them at a time, so that memory grows
@@ -2555,15 +2473,9 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         reference.swap_weights()
         tensors |= gather_whole({f"reference:{name}": p for name, p in trained(policy).items()})
         reference.swap_weights()
-    state = dict(
-        step=step,
-        settings=dataclasses.asdict(config) | dict(steps=batches.steps),
-        data=batches.fingerprint,
-        made_until=batches.made_until,
-        reference_until=reference.until,
-        has_reference=reference.weights is not None,
-        batches=list(batches.pending),
-    )
+    state = dict(step=step, settings=dataclasses.asdict(config) | dict(steps=batches.steps),
+                 data=batches.fingerprint, made_until=batches.made_until, reference_until=reference.until,
+                 has_reference=reference.weights is not None, batches=list(batches.pending))
 
     def as_json(value: Any) -> dict:
         """Of a tensor the name under which it is kept; of a batch or sequence its fields."""
@@ -2736,14 +2648,9 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config, steps
     if RANK != 0:
         return
     is_folder = Path(config.model).exists()
-    card = MODEL_CARD.format(
-        library="peft" if config.lora else "transformers",
-        base=Path(config.model).resolve().name if is_folder else config.model,
-        model=config.model,
-        loss=config.loss,
-        steps=steps,
-        settings=to_toml(config),
-    )
+    card = MODEL_CARD.format(library="peft" if config.lora else "transformers",
+                             base=Path(config.model).resolve().name if is_folder else config.model,
+                             model=config.model, loss=config.loss, steps=steps, settings=to_toml(config))
     try:
         with new_folder(path) as folder:
             policy.save_pretrained(folder, state_dict=weights)
