@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bases
 import pytest
 from conftest import ROOT, command, metrics
 
-import bases
 import humanline
 
 DEMO = ROOT / "configs" / "demo"
@@ -54,18 +54,12 @@ def test_its_final_folder_loads_in_plain_transformers_and_adds(first):
     assert right >= 40
 
 
-@pytest.mark.parametrize("flags", ["--steps 1", "--model MODEL --data ROWS --lr 1e-3 --steps 1"])
-def test_the_file_copied_alone_trains_any_model_and_says_what_the_demo_lacks(tmp_path, flags):
+def test_the_file_copied_alone_says_what_the_demo_lacks(tmp_path):
     shutil.copy(ROOT / "humanline.py", tmp_path)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join((DEMO / "rows.jsonl").read_text().splitlines(keepends=True)[:40]))
-    line = [sys.executable, "humanline.py", *flags.replace("MODEL", str(DEMO / "model")).replace("ROWS", str(rows)).split()]
+    line = [sys.executable, "humanline.py", "--steps", "1"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    if "--model" in flags:
-        assert done.returncode == 0, done.stderr
-    else:
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert "--model and --data name nothing, and the demo, " in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "--model and --data name nothing, and the demo, " in done.stderr
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
