@@ -1,6 +1,5 @@
 """Any causal language model: its log-probs, its tokenizer's boundaries, and short runs, on random two-layer models."""
 
-import dataclasses
 import json
 import os
 import random
@@ -26,24 +25,17 @@ from humanline import Config, Sequence
 
 
 def gsm8k(count: int) -> list[dict]:
-    """Rows of the shape of GSM8K."""
-    chance, rows = random.Random(0), []
+    """Rows of the shape of GSM8K, each with its solution against a wrong one."""
+    chance = random.Random(0)
+    rows = []
     for _ in range(count):
         name = chance.choice(["Natalia", "Weng", "José", "Betty"])
-        thing = chance.choice(["clips", "pages", "apples", "coins"])
-        a, b = chance.randint(2, 60), chance.randint(2, 60)
-        question = f"{name} had {a} {thing} in April, and then {b} more in May. How many {thing} did {name} have?"
-        answer = f"In both months {name} had {a}+{b} = <<{a}+{b}={a + b}>>{a + b} {thing}.\n#### {a + b}"
-        rows.append(dict(question=question, answer=answer))
+        a, b = chance.choices(range(2, 61), k=2)
+        question = f"{name} had {a} clips in April, and then {b} more in May. How many did {name} have?"
+        answer = f"In both months {name} had {a}+{b} = <<{a}+{b}={a + b}>>{a + b} clips.\n#### {a + b}"
+        completions = [answer.replace("#### ", "#### 1"), answer]
+        rows.append(dict(question=question, answer=answer, completions=completions, scores=[0, 1]))
     return rows
-
-
-def scored(rows: list[dict]) -> list[dict]:
-    """Each reference solution, against the same with other numbers."""
-    chance = random.Random(1)
-    corrupted = lambda text: re.sub(r"\d+", lambda _: str(chance.randint(2, 999)), text)
-    completions = lambda row: [corrupted(row["answer"]), row["answer"], corrupted(row["answer"])]
-    return [dict(row, completions=completions(row), scores=[0, 1, 0]) for row in rows]
 
 
 # Tokenizers of each family's own class, learned from a few rows.
@@ -51,7 +43,7 @@ def scored(rows: list[dict]) -> list[dict]:
 def learn(model, pre_tokenizer, special: list[str], **more) -> dict:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizer
-    texts = [row[key] for row in gsm8k(64) for key in row]
+    texts = [row["question"] + row["answer"] for row in gsm8k(64)]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False, **more)
     tokenizer.train_from_iterator(texts, trainer)
     learned = json.loads(tokenizer.to_str())["model"]
@@ -104,9 +96,7 @@ CHATML_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 GEMMA_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
@@ -187,6 +177,11 @@ def check_log_probs(policy, tolerance: float) -> None:
         assert torch.allclose(ours, full_logits_logps(policy, sequence), rtol=0, atol=tolerance)
 
 
+def check_gradients(policy, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for (name, _), a, b in zip(policy.named_parameters(), ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(b.abs().max()))), name
+
+
 # Log-probs.
 
 @pytest.mark.parametrize("family, tied, attn", [
@@ -196,33 +191,42 @@ def test_log_probs_and_their_gradients_are_those_of_the_models_full_logits(folde
     policy, _, _ = load(folder(family, tied), attn=attn)
     assert policy.config._attn_implementation == attn
     assert (policy.get_input_embeddings().weight is policy.get_output_embeddings().weight) == tied
+    check_log_probs(policy, 1e-5)
     sequences = some_sequences(policy)
     logps = own_rows(policy, sequences)
     expected = [full_logits_logps(policy, sequence) for sequence in sequences]
-    for ours, theirs in zip(logps, expected, strict=True):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
 
     weights = torch.randn(len(torch.cat(expected)), generator=torch.Generator().manual_seed(2))
     gradients = lambda parts: torch.autograd.grad((torch.cat(parts) * weights).sum(), list(policy.parameters()))
-    for (name, _), a, b in zip(policy.named_parameters(), gradients(logps), gradients(expected), strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(b.abs().max()))), name
+    check_gradients(policy, gradients(logps), gradients(expected))
+
+
+def random_model(folder, to: Path, config, **more):
+    """A random model of another architecture, in a folder with a tokenizer."""
+    config.update(dict(vocab_size=400, **SIZES, pad_token_id=0, bos_token_id=0, eos_token_id=0, **more))
+    shutil.copytree(folder("llama3"), to)
+    AutoModelForCausalLM.from_config(config).save_pretrained(to)
+    return load(str(to), attn="eager")[0]
 
 
 @pytest.mark.parametrize("config", [
     GPT2Config(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),  # modules
-    LlamaConfig(attention_dropout=0.5),  # a number that the attention function takes
     # numbers for F.dropout
     OPTConfig(dropout=0.5, attention_dropout=0.5, layerdrop=0.5, ffn_dim=64, word_embed_proj_dim=32),
 ], ids=lambda config: config.model_type)
 def test_no_dropout_is_left_wherever_a_model_keeps_it(folder, tmp_path, config):
-    config.update(dict(vocab_size=400, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-                       num_key_value_heads=2, pad_token_id=0, bos_token_id=0, eos_token_id=0))
-    humanline.shutil.copytree(folder("llama3"), tmp_path / "model")
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    policy, _, _ = load(str(tmp_path / "model"), attn="eager")
+    policy = random_model(folder, tmp_path / "model", config)
     sequences = some_sequences(policy)
     first, second = own_rows(policy, sequences), own_rows(policy, sequences)
     assert policy.training and all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("config", [
+    GraniteConfig(num_key_value_heads=1, logits_scaling=8.0),
+    CohereConfig(num_key_value_heads=1, logit_scale=0.25)],
+    ids=lambda config: config.model_type)
+def test_the_log_probs_of_a_head_that_scales_its_logits_are_the_models_own(folder, tmp_path, config):
+    check_log_probs(random_model(folder, tmp_path / "model", config, initializer_range=1.0), 1e-4)
 
 
 @pytest.mark.parametrize("lora", [0, 4])
@@ -257,34 +261,25 @@ def shared_rows(policy) -> list[list[Sequence]]:
     return rows
 
 
-@pytest.mark.parametrize("family, dtype", [
-    ("llama", torch.float32), ("qwen2", torch.float32), ("qwen3", torch.float32), ("gpt2", torch.float64)])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2"])
 def test_completions_behind_one_copy_of_their_prompt_have_the_log_probs_and_gradients_they_have_alone(
-        folder, family, dtype):
+        folder, family):
     policy, _, _ = load(folder(family))
     assert policy.shares_prompts
-    policy.to(dtype)
-    # Root-mean-square norms compute in float32 whatever the weights; GPT-2's do not.
-    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     rows, results = shared_rows(policy), []
     for layout in (rows, [[sequence] for row in rows for sequence in row]):
         logps = humanline.log_probs(policy, layout)
-        weights = torch.randn(logps.shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
+        weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(3))
         results.append((logps, torch.autograd.grad((logps * weights).sum(), list(policy.parameters()))))
     (shared, ours), (alone, theirs) = results
-    assert torch.allclose(shared, alone, rtol=0, atol=tolerance)
-    for (name, _), a, b in zip(policy.named_parameters(), ours, theirs, strict=True):
-        assert torch.allclose(a, b, rtol=10 * tolerance, atol=tolerance * max(1.0, float(b.abs().max()))), name
-
-
-def test_prompts_are_not_shared_where_the_user_chose_another_attention(folder):
-    assert not load(folder("llama"), attn="eager")[0].shares_prompts
+    assert torch.allclose(shared, alone, rtol=0, atol=1e-5)
+    check_gradients(policy, ours, theirs)
 
 
 @pytest.mark.parametrize("config_class, more, allows", [
     (GPTNeoXConfig, {}, True), (MistralConfig, dict(sliding_window=None), True),
-    (MistralConfig, dict(sliding_window=4096), False), (FalconConfig, dict(alibi=True), False)],
-    ids=["neox", "mistral", "mistral-windowed", "alibi"])
+    (LlamaConfig, dict(attn_implementation="eager"), False),
+    (MistralConfig, dict(sliding_window=4096), False), (FalconConfig, dict(alibi=True), False)])
 def test_whether_a_model_allows_shared_prompts_is_found_out(config_class, more, allows):
     config = config_class(vocab_size=100, **SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=0,
                           eos_token_id=0, **more)
@@ -323,14 +318,11 @@ def test_the_model_sees_exactly_the_prompt_and_the_completion_with_one_bos_and_o
     humanline.log_probs(policy, [[Sequence(group.prompt, group.completions[0])]])
     assert seen == [whole[:-1]]  # the last token is only ever a label
 
-    text = tokenizer.decode(whole)
     if template:
         turns = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": ANSWER}]
         assert group.prompt == tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
         assert whole == tokenizer.apply_chat_template(turns)["input_ids"][: len(whole)]
-        assert text == tokenizer.apply_chat_template(turns, tokenize=False).strip()
     else:
-        assert text.replace("<s> ", "") in (f"{PROMPT}{ANSWER}{end}", f"{PROMPT} {ANSWER}{end}")
         assert tokenizer.decode(group.prompt, skip_special_tokens=True) == PROMPT
     assert tokenizer.decode(group.completions[0], skip_special_tokens=True) == ANSWER
     turn_end = tokenizer.convert_tokens_to_ids(end)
@@ -368,25 +360,19 @@ def test_the_models_own_generation_settings_do_not_reach_the_samples_but_the_fin
         return humanline.sample(policy, prompts, humanline.stop_ids(policy, tokenizer), 0, config, 0)
 
     assert draw(model) == draw(folder("qwen2"))
-    out = train(model, rows, tmp_path / "out", "--steps 1 --sample-every 1")
-    assert settings.items() <= json.loads((out / "final" / "generation_config.json").read_text()).items()
+    run = train(model, rows, tmp_path / "out", "--steps 1 --sample-every 1")
+    assert settings.items() <= json.loads((run.out / "final" / "generation_config.json").read_text()).items()
 
 
 def test_a_pad_token_that_the_model_does_not_know_is_not_used(folder, rows, tmp_path):
-    humanline.shutil.copytree(folder("llama3"), tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    tokenizer.save_pretrained(tmp_path / "model")
-    policy, tokenizer, _ = load(str(tmp_path / "model"))
+    add_pad = lambda tokenizer: tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    model = with_tokenizer(folder("llama3"), tmp_path / "model", add_pad)
+    policy, tokenizer, _ = load(model)
     assert tokenizer.pad_token_id == policy.config.vocab_size
-    assert len(metrics(train(str(tmp_path / "model"), rows, tmp_path / "out", "--steps 1 --sample-every 1"))) == 1
+    train(model, rows, tmp_path / "out", "--steps 1 --sample-every 1")
 
 
-def test_system_message_and_prompt_template_reach_the_model(folder):
-    settings = dict(system="Be brief.", prompt_template="{prompt} Put it in \\boxed{}.")
-    _, tokenizer, group = encoded(folder("qwen3"), PAIRS[0], **settings)
-    assert tokenizer.decode(group.prompt) == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
-                                              "1+1? Put it in \\boxed{}.<|im_end|>\n<|im_start|>assistant\n")
+def test_a_system_message_reaches_a_model_without_a_template(folder):
     _, tokenizer, group = encoded(folder("gpt2"), PAIRS[0], system="Be brief.", prompt_template="Q: {prompt}\nA:")
     assert tokenizer.decode(group.prompt) == "Be brief.\n\nQ: 1+1?\nA:"
 
@@ -402,25 +388,31 @@ ZEPHYR_TEMPLATE = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}]\n{{ m.c
                    "{% if add_generation_prompt %}[assistant]\n{% endif %}")
 
 
+def with_tokenizer(path: str, to: Path, change) -> str:
+    """A copy of a model's folder, after change(tokenizer)."""
+    shutil.copytree(path, to)
+    tokenizer = AutoTokenizer.from_pretrained(to)
+    change(tokenizer)
+    tokenizer.save_pretrained(to)
+    return str(to)
+
+
 def with_template(folder, family: str, template: str, to: Path, **settings):
     """A model of a family, its tokenizer with another template, and the settings."""
-    humanline.shutil.copytree(folder(family), to)
-    tokenizer = AutoTokenizer.from_pretrained(to)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(to)
-    return load(str(to), **settings)
+    change = lambda tokenizer: setattr(tokenizer, "chat_template", template)
+    return load(with_tokenizer(folder(family), to, change), **settings)
 
 
 @pytest.mark.parametrize("family, template", [
-    ("qwen3", QWEN3_TEMPLATE), ("qwen3", R1_TEMPLATE), ("qwen3", CHATML_TEMPLATE), ("llama", ZEPHYR_TEMPLATE),
-    ("llama3", ZEPHYR_TEMPLATE)], ids=["qwen3", "r1", "chatml", "zephyr", "zephyr, byte level"])
+    ("qwen3", QWEN3_TEMPLATE), ("qwen3", R1_TEMPLATE),
+    ("llama", ZEPHYR_TEMPLATE), ("llama3", ZEPHYR_TEMPLATE)])
 def test_offline_answers_begin_where_the_template_puts_them(folder, tmp_path, family, template):
-    policy, tokenizer, config = with_template(folder, family, template, tmp_path / "model")
-    group = encoded_row(policy, tokenizer, config, prompt=PROMPT, chosen=ANSWER, rejected="no")
+    loaded = with_template(folder, family, template, tmp_path / "model")
+    group = encoded_row(*loaded, prompt=PROMPT, chosen=ANSWER, rejected="no")
     for answer, completion in zip((ANSWER, "no"), group.completions, strict=True):
         turns = [dict(role="user", content=PROMPT), dict(role="assistant", content=answer)]
         whole = group.prompt + completion
-        assert whole == tokenizer.apply_chat_template(turns)["input_ids"][: len(whole)]
+        assert whole == loaded[1].apply_chat_template(turns)["input_ids"][: len(whole)]
 
 
 def test_offline_answers_with_a_thought_of_their_own_begin_where_the_model_goes_on_and_open_it_once(
@@ -438,15 +430,15 @@ def test_what_a_template_is_told_reaches_the_prompts(folder, tmp_path):
     settings = dict(template_values='{"enable_thinking": false, "more": {"none": null, "text": "é"}}')
     _, tokenizer, _ = with_template(folder, "qwen3", QWEN3_TEMPLATE, tmp_path / "model", **settings)
     assert tokenizer.decode(encoded_prompts(tokenizer, "a")[0]).endswith("assistant\n<think>\n\n</think>\n\n")
-    for values, model, says in (("a=1", str(tmp_path / "model"), "Expecting value"), (settings["template_values"], folder("gpt2"), "has no template")):
+    for model, says in ((str(tmp_path / "model"), "Expecting value"), (folder("gpt2"), "has no template")):
         with pytest.raises(humanline.UserError, match=says):
-            load(model, template_values=values)
+            load(model, template_values="a=1")
 
 
 def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow(folder, tmp_path):
-    _, tokenizer, _ = with_template(folder, "qwen3", "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
-                                    "{% endif %}Today is {{ date_string }}." + CHATML_TEMPLATE,
-                                    tmp_path / "model")
+    today = ("{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+             "Today is {{ date_string }}.")
+    _, tokenizer, _ = with_template(folder, "qwen3", today + CHATML_TEMPLATE, tmp_path / "model")
     assert tokenizer.decode(encoded_prompts(tokenizer, "a")[0]).startswith("Today is 26 Jul 2024.")
 
 
@@ -470,7 +462,7 @@ def test_dialogues_keep_their_speakers_where_the_model_has_no_template(folder, c
 
 def copy_of(path: str, to: Path, **changes: dict) -> str:
     """A copy of a model's folder with keys of its JSON files changed, or removed where None."""
-    humanline.shutil.copytree(path, to)
+    shutil.copytree(path, to)
     for file, keys in changes.items():
         content = json.loads((to / f"{file}.json").read_text()) | keys
         content = {key: value for key, value in content.items() if value is not None}
@@ -482,11 +474,6 @@ def refusal(model: str, tmp_path, capsys, *flags: str) -> str:
     data = write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
     flags = ["--model", model, "--data", data, "--loss", "dpo", "--out", str(tmp_path / "out"), *flags]
     return complaint(flags, tmp_path, capsys)
-
-
-def test_a_system_message_that_the_template_refuses_is_one_line(folder, tmp_path, capsys):
-    line = refusal(folder("gemma2"), tmp_path, capsys, "--system", "Be brief.")
-    assert re.search(r"chat template refuses a prompt: System role not supported; .*--system", line)
 
 
 def test_code_that_comes_with_a_model_runs_only_if_asked(folder, tmp_path, capsys):
@@ -511,35 +498,28 @@ def test_a_tokenizer_without_eos_is_refused(folder, tmp_path, capsys):
 def test_a_tokenizer_that_is_not_the_models_own_is_refused(folder, tmp_path, capsys):
     # A word-level tokenizer beside a Qwen2 config comes back as a byte-level one without an alphabet.
     words = Tokenizer(models.WordLevel({"<eos>": 0, "1+1?": 1}, unk_token="<eos>"))
-    humanline.shutil.copytree(folder("qwen2"), tmp_path / "none")
+    shutil.copytree(folder("qwen2"), tmp_path / "none")
     for file in [*(tmp_path / "none").glob("tokenizer*"), *(tmp_path / "none").glob("chat_template*")]:
         file.unlink()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "none")
     assert re.search(r"row 1: .*makes no tokens", refusal(str(tmp_path / "none"), tmp_path, capsys))
-    humanline.shutil.copytree(folder("llama3"), tmp_path / "more")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "more")
-    tokenizer.add_tokens(["1+1"])
-    tokenizer.save_pretrained(tmp_path / "more")
-    assert "or some that the model does not know" in refusal(str(tmp_path / "more"), tmp_path, capsys)
+    add = lambda tokenizer: tokenizer.add_tokens(["1+1"])
+    more = with_tokenizer(folder("llama3"), tmp_path / "more", add)
+    assert "or some that the model does not know" in refusal(more, tmp_path, capsys)
 
 
-@pytest.mark.parametrize("family, attn", [("llama", "nonsense"), ("gemma2", "sdpa")])
-def test_an_unknown_attention_implementation_is_one_line(folder, tmp_path, capsys, family, attn):
-    line = refusal(folder(family), tmp_path, capsys, "--attn", attn)
-    assert line.startswith("humanline.py: error: --model ") and line.endswith("; choose another --attn")
+def test_an_unknown_attention_implementation_is_one_line(folder, tmp_path, capsys):
+    line = refusal(folder("llama"), tmp_path, capsys, "--attn", "nonsense")
+    assert line.endswith("; choose another --attn")
 
 
-@pytest.mark.parametrize("spoil, expected", [
-    (lambda logits: logits * 2, "its logits are not hidden states times output embeddings"),
-    (lambda logits: logits, "its log-probs are random in training")], ids=["scaled", "random"])
 @pytest.mark.parametrize("dtype", ["float32", "mixed"])
-def test_a_model_whose_log_probs_we_cannot_compute_is_refused(
-        folder, tmp_path, capsys, monkeypatch, dtype, spoil, expected):
+def test_a_model_whose_log_probs_we_cannot_compute_is_refused(folder, tmp_path, capsys, monkeypatch, dtype):
     forward, trunk = LlamaForCausalLM.forward, LlamaModel.forward
 
-    def spoiled(self, *args, **more):
+    def scaled(self, *args, **more):
         outputs = forward(self, *args, **more)
-        outputs.logits = spoil(outputs.logits)
+        outputs.logits = outputs.logits * 2
         return outputs
 
     def noisy(self, *args, **more):
@@ -547,60 +527,34 @@ def test_a_model_whose_log_probs_we_cannot_compute_is_refused(
         outputs.last_hidden_state = outputs.last_hidden_state * (1 + 0.1 * torch.rand(()))
         return outputs
 
-    monkeypatch.setattr(LlamaForCausalLM, "forward", spoiled)
-    if "random" in expected:
-        monkeypatch.setattr(LlamaModel, "forward", noisy)
-    assert expected in refusal(folder("llama3"), tmp_path, capsys, "--dtype", dtype)
-
-
-@pytest.mark.parametrize("config", [
-    GraniteConfig(num_key_value_heads=1, logits_scaling=8.0), CohereConfig(num_key_value_heads=1, logit_scale=0.25)],
-    ids=lambda config: config.model_type)
-def test_the_log_probs_of_a_head_that_scales_its_logits_are_the_models_own(folder, tmp_path, config):
-    config.update(dict(vocab_size=400, **SIZES, initializer_range=1.0, pad_token_id=0, bos_token_id=0, eos_token_id=0))
-    humanline.shutil.copytree(folder("llama3"), tmp_path / "model")
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    check_log_probs(load(str(tmp_path / "model"))[0], 1e-4)
+    for kind, wrong, says in (
+            (LlamaForCausalLM, scaled, "its logits are not hidden states times output embeddings"),
+            (LlamaModel, noisy, "its log-probs are random in training")):
+        monkeypatch.setattr(kind, "forward", wrong)
+        assert says in refusal(folder("llama3"), tmp_path, capsys, "--dtype", dtype)
 
 
 # Runs.
 
 @pytest.fixture
 def rows(tmp_path) -> str:
-    return write_jsonl(tmp_path / "gsm8k.jsonl", scored(gsm8k(24)))
+    return write_jsonl(tmp_path / "gsm8k.jsonl", gsm8k(24))
 
 
-def train(model: str, data: str, out: Path, flags: str, **settings) -> Path:
-    defaults = (f"--model {model} --data {data} --out {out} --lr 1e-3 --batch-size 2 --group-size 4 --max-new-tokens 8 "
-                "--sync-k 2")
-    config = humanline.parse_config(defaults.split() + flags.split())
-    humanline.train(dataclasses.replace(config, **settings))
-    return out
+def train(model: str, data: str, out: Path, flags: str) -> humanline.Run:
+    defaults = (f"--model {model} --data {data} --out {out} --lr 1e-3 --batch-size 2 --group-size 4 "
+                "--max-new-tokens 8 --sync-k 2")
+    return humanline.train(humanline.parse_config([*defaults.split(), *flags.split()]))
 
 
-ONE_OF_EACH = [
-    ("llama", "--loss grpo"), ("qwen2", "--loss dpo"), ("qwen3", "--loss kto"), ("gemma2", "--loss dpo"),
-    ("gpt2", "--loss grpo"), *[(family, "--sample-every 2") for family in FAMILIES if family != "llama"]]
-
-
-@pytest.mark.parametrize("family, flags", ONE_OF_EACH)
-def test_every_architecture_trains_on_gsm8k_and_on_its_own_samples_of_it(
-        folder, rows, tmp_path, family, flags):
-    out = train(folder(family, family == "gpt2"), rows, tmp_path / "out", f"{flags} --steps 2")
-    lines = metrics(out)
-    assert [line["step"] for line in lines] == [1, 2]
-    assert all(abs(line["loss"]) < 100 for line in lines)
-    check_log_probs(load(str(out / "final"))[0], 1e-5)
-
-
-@pytest.mark.parametrize("flags", [
-    "--attn eager --limit 5", "--dtype mixed", "--system short --prompt-template Q:{prompt}",
-    "--dtype bfloat16 --checkpoint-activations --sample-every 1"])
-def test_a_run_under_each_option(folder, rows, tmp_path, flags):
-    out = train(folder("llama3"), rows, tmp_path / "out", f"--steps 2 {flags}")
-    assert [line["step"] for line in metrics(out)] == [1, 2]
-    dtype = json.loads((out / "final" / "config.json").read_text())["dtype"]
-    assert dtype == ("bfloat16" if "bfloat16" in flags else "float32")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_architecture_trains_on_gsm8k_and_on_its_own_samples_of_it(folder, rows, tmp_path, family):
+    online = "--sample-every 2 --checkpoint-activations"
+    for out, flags in ((tmp_path / "offline", ""), (tmp_path / "online", online)):
+        train(folder(family, family == "gpt2"), rows, out, f"{flags} --steps 2")
+        assert [line["step"] for line in metrics(out)] == [1, 2]
+        assert all(abs(line["loss"]) < 100 for line in metrics(out))
+        check_log_probs(load(str(out / "final"))[0], 1e-5)
 
 
 # The final folder.
@@ -616,30 +570,25 @@ for path in sys.argv[1:]:
 """
 
 
-def test_the_final_folder_gives_the_same_logits_in_plain_transformers_bit_for_bit(folder, rows, tmp_path, monkeypatch):
-    trained, finals, save = [], [], humanline.save_final
-
-    def spied(path, policy, *more):
-        trained.append(policy)
-        save(path, policy, *more)
-
-    monkeypatch.setattr(humanline, "save_final", spied)
-    runs = [("llama3", True, "float32"), ("qwen3", False, "float32"), ("gemma2", True, "bfloat16"),
-            ("gpt2", True, "mixed")]
-    for family, tied, dtype in runs:
-        finals.append(train(folder(family, tied), rows, tmp_path / family, f"--steps 2 --dtype {dtype}") / "final")
-    subprocess.run([sys.executable, "-c", LOGITS, *map(str, finals)], check=True)
-    for (family, tied, _), policy, final in zip(runs, trained, finals, strict=True):
+def test_the_final_folder_gives_the_same_logits_in_plain_transformers_bit_for_bit(folder, rows, tmp_path):
+    cases = [("llama3", True, "float32"), ("qwen3", False, "float32"), ("gemma2", True, "bfloat16"),
+             ("gpt2", True, "mixed")]
+    runs = []
+    for family, tied, dtype in cases:
+        runs.append(train(folder(family, tied), rows, tmp_path / family, f"--steps 2 --dtype {dtype}"))
+    finals = [str(run.out / "final") for run in runs]
+    subprocess.run([sys.executable, "-c", LOGITS, *finals], check=True)
+    for (family, tied, _), run, final in zip(cases, runs, finals, strict=True):
         logits, ids, template = torch.load(f"{final}.pt", weights_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder(family, tied))
-        assert torch.equal(policy.eval()(torch.arange(60)[None]).logits, logits), family
+        assert torch.equal(run.policy.eval()(torch.arange(60)[None]).logits, logits), family
         assert ids == tokenizer("3 apples é")["input_ids"] and template == tokenizer.chat_template
 
 
 def test_the_model_card_says_how_the_model_was_made(folder, rows, tmp_path):
     import yaml
 
-    out = train(folder("gpt2"), rows, tmp_path / "out", "--steps 2 --loss kto --seed 7")
+    out = train(folder("gpt2"), rows, tmp_path / "out", "--steps 2 --loss kto --seed 7").out
     card = (out / "final" / "README.md").read_text(encoding="utf-8")
     _, front, body = card.split("---\n", 2)
     front = yaml.safe_load(front)
@@ -653,32 +602,19 @@ def test_the_model_card_says_how_the_model_was_made(folder, rows, tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="torch.compile needs a C++ compiler")
-def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folder, rows, tmp_path, monkeypatch, varied):
+def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folder, rows, tmp_path, varied):
     """Training, rollouts and reference log-probs, with shared prompts."""
-    draw, log_probs = humanline.Sampler.draw_rollouts, humanline.log_probs
-    losses, drawn, sharing, graphs = [], [], [], []
-
-    def spied_draw(self, *args, **more):
-        rollouts = draw(self, *args, **more)
-        drawn[-1] += [group.completions for group in rollouts]
-        return rollouts
-
-    def spied_log_probs(model, rows, *args):
-        sharing[-1].add((any(len(row) > 1 for row in rows), torch.is_grad_enabled()))
-        return log_probs(model, rows, *args)
-
-    monkeypatch.setattr(humanline.Sampler, "draw_rollouts", spied_draw)
-    monkeypatch.setattr(humanline, "log_probs", spied_log_probs)
-    for compiled in (False, True):
-        drawn.append([])
-        sharing.append(set())  # (whether prompts are shared, whether for training)
+    losses, drawn, graphs = [], [], []
+    for compiled in ("False", "True"):
         torch.compiler.reset()
-        flags = f"--steps 3 --sample-every 2 --sync-k 2 --reward {varied}"
-        out = train(folder("llama3"), rows, tmp_path / f"{compiled}", flags, compile=compiled)
-        losses.append([line["loss"] for line in metrics(out)])
+        flags = f"--steps 3 --sample-every 2 --sync-k 2 --reward {varied} --compile {compiled}"
+        run = train(folder("llama3"), rows, tmp_path / compiled, flags)
+        losses.append([line["loss"] for line in metrics(run.out)])
+        lines = (run.out / "rollouts.jsonl").read_text().splitlines()
+        drawn.append([json.loads(line)["tokens"] for line in lines])
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert run.policy.shares_prompts
     torch.compiler.reset()
     assert graphs[0] == 0 < graphs[1]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 3
-    assert drawn[0] == drawn[1] and len(drawn[0]) == 6
-    assert sharing == [{(True, True), (True, False), (False, False)}] * 2  # the last checks the model once
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 6 * 4
