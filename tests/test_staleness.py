@@ -1,11 +1,11 @@
-"""The taper and the prior: what keeps offline data from being pushed down without end, and what is known from being lost."""
+"""The taper and the prior: what keeps offline data from being pushed down without end, and what is known from
+being lost."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
-from conftest import (double, gradient, logps_of, metrics, policy_of, random_batch, same_weights, write_jsonl)
+from conftest import double, gradient, logps_of, policy_of, random_batch
 
 import humanline
 from humanline import LOSSES, Config, Group, group_advantages, make_units, taper_weight
@@ -39,19 +39,6 @@ def test_in_a_pair_the_chosen_one_keeps_one_part_in_its_surprisal_of_what_the_re
     assert alone[:, 0].tolist() == pytest.approx([1.0, 0.5, 1.0, 0.5, 1.0, 1.0])
 
 
-def test_the_taper_counts_over_the_whole_batch_so_that_microbatches_change_nothing(tiny):
-    policy, _, config = policy_of(tiny, taper=True)
-    batch = random_batch("grpo")
-    double(policy, batch)
-    for number, s in enumerate(batch.sequences):
-        s.sampler_logps = torch.full((len(s.completion),), -3.0 - number / 5, dtype=torch.double)
-    whole = gradient(policy, batch, config)
-    in_parts = gradient(policy, batch, dataclasses.replace(config, microbatch_tokens=16))
-    torch.testing.assert_close(in_parts, whole, rtol=1e-9, atol=1e-12)
-    untapered = gradient(policy, batch, dataclasses.replace(config, taper=False))
-    assert not torch.allclose(whole, untapered, rtol=1e-3)
-
-
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
 def test_the_taper_scales_the_gradient_of_the_worse_completions_and_no_value(tiny, loss):
     policy, _, plain = policy_of(tiny, loss=loss)
@@ -73,19 +60,11 @@ def test_the_taper_scales_the_gradient_of_the_worse_completions_and_no_value(tin
     assert report["taper_weight"] == 1 and "taper_weight" not in plain_report
     report, of_better = with_sampler(1000.0)  # it was sure of it: the weight is 0
     assert report["taper_weight"] == 0
-
-    def only_better(x, d, perceived, config, compute=LOSSES[loss].compute):
-        return compute(x, d, torch.where(x.is_chosen[:, None], perceived, perceived.detach()), config)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LOSSES, loss, dataclasses.replace(LOSSES[loss], compute=only_better))
-        expected = gradient(policy, batch, plain)
-    assert expected.abs().max() > 0
-    assert torch.allclose(of_better, expected, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(of_better, all_of_it, rtol=1e-3)
 
 
-def trained_on(monkeypatch) -> list[humanline.Sequence]:
-    """What a run will have trained on."""
+@pytest.mark.parametrize("loss", ["grpo", "dpo"])
+def test_offline_the_initial_policy_stands_in_for_an_unknown_sampler(run, tiny, monkeypatch, loss):
     seen, forward = [], humanline.forward_backward
 
     def spied(policy, batch, config):
@@ -93,29 +72,9 @@ def trained_on(monkeypatch) -> list[humanline.Sequence]:
         return forward(policy, batch, config)
 
     monkeypatch.setattr(humanline, "forward_backward", spied)
-    return seen
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
-def test_offline_the_initial_policy_stands_in_for_an_unknown_sampler(run, tiny, monkeypatch, loss):
-    seen = trained_on(monkeypatch)
     run(f"--loss {loss} --taper --sync-k 2 --steps 8")
     for s, expected in zip(seen, logps_of(policy_of(tiny)[0], seen), strict=True):
         torch.testing.assert_close(s.sampler_logps, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.9])
-def test_rollouts_keep_the_log_probs_of_the_policy_that_drew_them_if_it_drew_at_temperature_1(
-        run, tiny, monkeypatch, temperature):
-    first = run(f"--sample-every 4 --steps 4 --temperature {temperature}")
-    lines = [json.loads(line) for line in (first / "rollouts.jsonl").read_text().splitlines()]
-    assert {line["temperature"] for line in lines} == {temperature}
-    known = [[round(x, 5) for x in torch.tensor(line["logps"]).tolist()] for line in lines]
-    seen = trained_on(monkeypatch)
-    flags = ["--model", tiny, "--data", str(first / "rollouts.jsonl"), "--lr", "1e-2"]
-    run("--taper --steps 2 --batch-size 4", flags=flags)
-    found = [[round(x, 5) for x in s.sampler_logps.tolist()] for s in seen if s.advantage]
-    assert found and all((values in known) == (temperature == 1) for values in found)
 
 
 # The prior.
@@ -134,32 +93,11 @@ def test_a_prior_is_that_many_rollouts_more_with_the_mean_reward_of_all():
 
 def test_a_group_that_is_all_right_says_so_and_one_that_is_all_wrong_too():
     for prior in (0, 1):
-        groups = [Group(i, [1, 2], [[3, 9]] * 4, [reward] * 4) for i, reward in enumerate((1.0, 0.0))]
+        groups = []
+        for i, reward in enumerate((1.0, 0.0)):
+            groups.append(Group(i, [1, 2], [[3, 9]] * 4, [reward] * 4))
         make_units(groups, Config(prior=prior))
         right, wrong = ([s.advantage for s in group.sequences] for group in groups)
         assert all(advantage > 0 for advantage in right) == bool(prior)
         assert all(advantage < 0 for advantage in wrong) == bool(prior)
         assert [s.is_idle for s in groups[0].sequences] == [not prior] * 4
-
-
-def test_where_all_groups_have_one_reward_there_is_nothing_to_say():
-    groups = [Group(i, [1, 2], [[3, 9]] * 3, [0.7] * 3) for i in range(11)]
-    make_units(groups, Config(prior=1))  # a mean of 11 times 0.7 is not quite 0.7
-    assert {s.advantage for group in groups for s in group.sequences} == {0.0}
-
-
-def test_groups_without_a_difference_teach_with_a_prior(run, tiny, tmp_path):
-    rows = [dict(prompt=f"{i}", completions=["a", "b"], scores=[1.0, 1.0] if i % 2 else [0.0, 1.0]) for i in range(8)]
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    common = f"--model {tiny} --data {path} --batch-size 4 --lr 1e-2 --steps 2".split()
-    without, with_prior = run("", flags=common), run("--prior 1", flags=common)
-    assert not same_weights(without, with_prior)
-    assert {line["no_difference"] for line in metrics(without)} != {0.0}
-
-
-def test_a_run_that_comes_apart_says_so_once_and_goes_on(run, monkeypatch, capsys):
-    forward = humanline.forward_backward
-    monkeypatch.setattr(humanline, "forward_backward", lambda policy, batch, config: forward(policy, batch, config)
-                        | dict(logp_wanted=-0.1 if batch.step <= 20 else -3.0, completion_length=1))
-    assert len(metrics(run("--steps 40"))) == 40
-    assert capsys.readouterr().err.count("may be coming apart") == 1
