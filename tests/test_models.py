@@ -113,7 +113,6 @@ FAMILIES = {
                           query_pre_attn_scalar=16)),
     "gpt2": (GPT2Config, gpt2_tokenizer, None, "<|endoftext|>", None, {}),
 }
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "gpt2"]
 
 
 @pytest.fixture(scope="session")

@@ -456,3 +456,9 @@ def test_mathematics_that_is_not_installed_is_one_line(monkeypatch, tmp_path):
 
 def test_offline_training_loads_no_reward(run):
     run("--steps 2 --reward missing.py:f")
+
+
+@pytest.mark.parametrize("flag", ["--reward-seconds 0", "--reward-failed nan"])
+def test_a_bad_setting_of_rewards_is_one_line(flag):
+    with pytest.raises(UserError, match=f"{flag.split()[0]} is .*; it must lie from"):
+        humanline.parse_config(flag.split())
