@@ -160,7 +160,7 @@ def test_the_shares_of_clipped_tokens_and_the_lengths_equal_a_plain_count(tiny):
 @pytest.mark.parametrize("lines, word, step", [
     ([dict(truncated=0.4)] * 3 + [dict(truncated=0.6)] * 3, "--max-new-tokens", 4),
     ([dict(reward_std=0.1), dict(), dict(reward_std=1.4e-17)], "same reward", 3),
-    ([dict(logp_wanted=-0.1, completion_length=1)] * 20 + [dict(logp_wanted=-3.0)] * 20, "coming apart", 22),
+    ([dict(logp_wanted=-1.0, completion_length=1)] * 20 + [dict(logp_wanted=-3.0)] * 20, "coming apart", 27),
 ])
 def test_a_warning_comes_once_and_in_time(lines, word, step):
     watch = humanline.Watch()

@@ -353,12 +353,14 @@ def test_half_loaded_weights_go_by_no_name_that_a_client_could_take_for_its_own(
     assert len(names) == len(set(names)) == 2 and engine.version == names[1]
 
 
-def test_weights_of_an_earlier_process_are_not_taken_for_those_of_the_same_path(engines, client, weights):
+@pytest.mark.parametrize("is_lora, route", [(False, RELOAD), (True, "/v1/load_lora_adapter")])
+def test_weights_of_an_earlier_process_are_not_taken_for_those_of_the_same_path(
+        engines, client, weights, is_lora, route):
     (engine,) = engines(1)
-    folder = weights("1")
+    folder = weights("1", is_lora)
     draw(client([engine]), folder)
     draw(client([engine]), folder)
-    assert engine.routes().count("/collective_rpc") == 2
+    assert engine.routes().count(route) == 2
 
 
 # A run.
