@@ -60,6 +60,7 @@ def warnings(capsys) -> list[str]:
     ("answers are hard\n\n  18 \n", "18"),
     ("<think>\n3?\n</think>\n<answer>\n$\\frac{1}{2}$\n</answer>", "$\\frac{1}{2}$"),
     ("<answer>1</answer><answer>\nThe answer is 2.\n</answer> I hope.", "2."),
+    ("<think>\nso \\boxed{3}\n</think>\n<answer>\nthree\n</answer>", "$3$"),
     ("<answer>\n5", "5"),
 ])
 def test_the_final_answer_is_found(completion, answer):
@@ -216,6 +217,9 @@ def good(prompts, completions, rows):
     samples = zip(prompts, completions, rows)
     return [beside.value * len(text) + row["bonus"] + len(prompt) for prompt, text, row in samples]
 
+def array(prompts, completions, rows):
+    return numpy.array([len(text) for text in completions]) / 2
+
 def items(prompts, completions, rows):
     return [numpy.float32(1.5), numpy.array(True), 2]
 
@@ -269,7 +273,8 @@ def test_a_run_rewards_by_values_as_they_are_written(tiny, user_files, tmp_path)
     assert metrics(out)[0]["reward"] == 1.0
 
 
-def test_a_function_may_return_numbers_of_any_kind(user_files):
+def test_a_function_may_return_an_array_or_numbers_of_any_kind(user_files):
+    assert load(f"{user_files}/heavy.py:array")([PROMPT] * 3, ["", "a", "bb"], [{}] * 3) == [0.0, 0.5, 1.0]
     assert load(f"{user_files}/heavy.py:items")([PROMPT] * 3, ["", "a", "bb"], [{}] * 3) == [1.5, 1.0, 2.0]
 
 
