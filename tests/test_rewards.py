@@ -72,7 +72,8 @@ def test_the_final_answer_is_found(completion, answer):
     ({"answer": r"\frac{1}{2}", "solution": r"\boxed{3}"}, r"\frac{1}{2}"),
     ({"solution": r"It is \boxed{1}, or \boxed{\frac{1}{2}}."}, r"\frac{1}{2}"),
     ({"answer": None, "solution": r"\boxed{x}"}, "x"), ({"answer": r"Thus $\boxed{8}$."}, "8"),
-    ({"solution": "It is 3."}, None), ({}, None), ({"answer": " "}, None), ({"solution": r"so $\boxed 2$"}, "2"), ({"answer": "7\n####"}, None),
+    ({"solution": "It is 3."}, None), ({}, None), ({"answer": " "}, None),
+    ({"solution": r"so $\boxed 2$"}, "2"), ({"answer": "7\n####"}, None),
 ])
 def test_the_reference_is_the_rows_answer_or_the_box_of_its_solution(row, answer):
     assert math_reward.reference_answer(row) == answer
@@ -416,8 +417,8 @@ def sums(tmp_path) -> str:
 
 
 def test_training_takes_the_reward_of_mathematics(tiny, sums, tmp_path):
-    flags = (f"--model {tiny} --data {sums} --reward math --sample-every 2 --steps 3 --batch-size 2 --group-size 3 "
-             f"--max-new-tokens 4 --eval-data {sums} --eval-every 2 --out {tmp_path / 'out'}")
+    flags = (f"--model {tiny} --data {sums} --reward math --sample-every 2 --steps 3 --batch-size 2 "
+             f"--group-size 3 --max-new-tokens 4 --eval-data {sums} --eval-every 2 --out {tmp_path / 'out'}")
     humanline.train(humanline.parse_config(flags.split()))
     assert "accuracy" in metrics(tmp_path / "out")[1]
 

@@ -8,7 +8,7 @@ import torch
 from conftest import double, gradient, logps_of, policy_of, random_batch
 
 import humanline
-from humanline import LOSSES, Config, Group, group_advantages, make_units, taper_weight
+from humanline import Config, Group, group_advantages, make_units, taper_weight
 
 
 def test_the_weight_falls_to_0_as_the_surprisal_doubles_and_for_the_worse_alone():
