@@ -703,7 +703,7 @@ class Speaker:
         self.said = ""
         try:
             ((completion, _),) = humanline.sample(
-                sampler.policy, [ids], sampler.stops, sampler.pad, config, seed
+                sampler.policy, [ids], sampler.stops, config, seed
             )
             print("" if completion[-1] in sampler.stops else f" [cut after {len(completion)} tokens]")
         except KeyboardInterrupt:

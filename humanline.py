@@ -14,18 +14,16 @@ On a model and data of your own (rows as in the README), on one GPU and on eight
   torchrun --nproc_per_node 8 humanline.py --config runs/mine/config.toml --lr 5e-7
   python humanline.py --config runs/mine/config.toml --out runs/mine --resume latest
 
-A *humanline variant* of a loss adds two things and changes nothing else: the reference is set to the policy
-every k steps (**syncing**), and the token log-ratio is clipped before the loss sees it (**perception**). A
-**taper**, not in the paper, keeps off-policy data from breaking it. So a run is *plain*, *humanline*, or
-*humanline with taper*.
+A *humanline variant* of a loss adds two things: the reference is set to the policy every k steps
+(**syncing**), and the token log-ratio is clipped before the loss sees it (**perception**). A **taper**, not
+in the paper, keeps off-policy data from breaking it. So a run is *plain*, *humanline*, or *humanline with
+taper*.
 
-The order: configuration, perception, objectives, the loop: that is the whole method. Then what the loop
-calls, in that order: the run, models, data, rollouts, rewards, the reference, log-probs, ranks, checkpoints;
-last the command line.
+The order: configuration, perception, objectives, the loop: that is the method. Then what the loop calls: the
+run, models, data, rollouts, rewards, the reference, log-probs, ranks, checkpoints; last the command line.
 
-Three policies have three names: the **old policy** drew the present rollouts; the **reference** is what
-humanline's log-ratio is taken to, and the KL; the **sampler** is whatever produced a completion, the old
-policy or an unknown one.
+Three policies: the **old policy** drew the present rollouts; the **reference** is what humanline's log-ratio
+is taken to, and the KL; the **sampler** is whatever produced a completion, the old policy or an unknown one.
 
 Left out on purpose: a value model, a second model in memory, tensor and pipeline parallelism, quantized
 weights, images, tools and turns within a rollout.
@@ -74,16 +72,12 @@ from tqdm import tqdm
 
 @dataclass
 class Config:
-    """Align a language model with DPO, KTO or GRPO: plain, as humanline variants, or as these with a
-    taper."""
+    """Align a language model with DPO, KTO or GRPO: plain, as humanline variants, or these with a taper."""
 
     loss: str = "grpo"  # The objective: grpo, dpo or kto.
-    model: str | None = None
-    """A Hugging Face name or folder. Without it, --data and --config: the demo, whose settings are
-    configs/demo."""
+    model: str | None = None  # A Hugging Face name or folder. Without it, --data and --config: the demo.
     data: tuple[str, ...] = ()
-    """Rows to train on: sources NAME[:[CONFIG:]SPLIT]. NAME: a .jsonl, .json, .csv or .parquet file, a
-    folder, or a hub name."""
+    """Rows to train on: NAME[:[CONFIG:]SPLIT], of .jsonl, .json, .csv, .parquet, a folder, or a hub name."""
     limit: int | None = None  # Read only this many rows of each source.
     eval_data: str | None = None  # Held-out rows, for --eval-every.
     reward: str = "exact"
@@ -95,19 +89,15 @@ class Config:
     """Time limit of a call, where the reward is `math` or your own. Where a call fails or takes longer, its
     samples are rewarded one by one, each within the same limit, until three in a row have taken longer."""
     reward_failed: float = 0.0  # What a reward function counts as where it raised, hung or gave no number.
-    system: str | None = None
-    """System message in front of prompts that have none (models with a chat template)."""
-    prompt_template: str | None = None
-    """Text around each prompt: {prompt} and other columns' {names} are filled in."""
+    system: str | None = None  # System message of prompts that have none (models with a chat template).
+    prompt_template: str | None = None  # Text around each prompt; {prompt} and other {columns} are filled in.
     template_values: str | None = None
-    """What the chat template is to be told: a JSON object of names and values. `final/` keeps it."""
+    """What the chat template is to be told: a JSON object of names and values."""
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
     """mixed: fp32 weights, bf16 autocast; bfloat16: bf16 weights too. auto: mixed on a GPU, and on a CPU that
     multiplies in bf16 for models from 20 M parameters on; else float32."""
-    attn: str | None = None
-    """Attention implementation, such as sdpa or flash_attention_2. Default: the model's choice."""
-    checkpoint_activations: bool = False
-    """Recompute activations in the backward pass: slower, far less memory."""
+    attn: str | None = None  # Attention, such as sdpa or flash_attention_2. Default: the model's choice.
+    checkpoint_activations: bool = False  # Recompute activations in the backward pass: slower, less memory.
     trust_remote_code: bool = False  # Allow code that comes with a model or tokenizer to run.
     lora: int = 0
     """Train LoRA adapters of this rank, such as 16; the base is frozen, in bf16 unless --dtype float32 (pip
@@ -115,17 +105,13 @@ class Config:
     lora_alpha: int = 32  # What the adapters add is scaled by this number divided by their rank.
 
     # What makes it humanline: two parts, switched together or one by one.
-    humanline: bool = True
-    """Sync every --sync-k steps, and perceive. --no-humanline: neither, whatever they say."""
+    humanline: bool = True  # Sync, and perceive. --no-humanline: neither, whatever the next flags say.
     sync_k: int = 1  # Set the reference to the policy every so many steps; 0: never.
-    perception: Literal["clip", "sample", "none"] = "clip"
-    """How the log-ratio is distorted before the loss sees it."""
+    perception: Literal["clip", "sample", "none"] = "clip"  # How the log-ratio is distorted before the loss.
     log_eps_p: float = -1.5  # Lower end of the clip, in nats.
     log_eps_r: float = 1.5  # Upper end of the clip, in nats.
-    gamma_p: float = 0.5
-    """--perception sample: B_P ~ Beta(gamma_p, beta_p) rejects tokens that became unlikely."""
-    gamma_r: float = 0.01
-    """--perception sample: B_R ~ Beta(gamma_r, beta_r) rejects tokens that became likely."""
+    gamma_p: float = 0.5  # Perception `sample`: B_P ~ Beta(gamma_p, beta_p) rejects tokens grown unlikely.
+    gamma_r: float = 0.01  # Perception `sample`: B_R ~ Beta(gamma_r, beta_r) rejects tokens grown likely.
     beta_p: float = 1.0  # See --gamma-p.
     beta_r: float = 1.0  # See --gamma-r.
 
@@ -141,31 +127,25 @@ class Config:
     # The objectives' own knobs.
     beta: float = 0.1  # DPO and KTO: how strongly the policy is held to the reference.
     desirable_weight: float | None = None
-    """KTO: weight of desirable examples. Default: makes both kinds' total weights equal, in the data or
-    rollouts."""
+    """KTO: weight of desirable examples. Default: makes the total weights of both kinds equal."""
     undesirable_weight: float = 1.0  # KTO: weight of undesirable examples.
     epsilon: float = 0.2  # GRPO: the ratio is clipped to [1 - epsilon, 1 + epsilon].
     epsilon_high: float | None = None  # GRPO: the upper end is 1 + epsilon_high instead (DAPO takes 0.28).
-    scale_rewards: bool = True
-    """GRPO: divide a group's advantages by their standard deviation. Dr. GRPO does not."""
-    kl_beta: float = 0.0
-    """GRPO: weight of the KL to the reference; without humanline that is the initial policy."""
+    scale_rewards: bool = True  # GRPO: divide advantages by their group's standard deviation (Dr. GRPO: not).
+    kl_beta: float = 0.0  # GRPO: weight of the KL to the reference; without humanline the initial policy.
     average: Literal["token", "sequence", "constant"] = "token"
     """GRPO: mean over all completion tokens of the batch; over each sequence's tokens first; or the sum over
     each sequence's tokens divided by --max-new-tokens (Dr. GRPO)."""
 
     # Where the completions come from.
     sample_every: int = 0
-    """0: train on the data's own completions (offline). N: draw some every N steps for the next N steps (1:
-    online)."""
+    """0: train on the data's completions (offline). N: draw some every N steps for the next N (1: online)."""
     group_size: int = 8  # Completions drawn per prompt.
-    temperature: float = 1.0
-    """Sampling temperature T. Log-probs of what was drawn are of softmax(logits / T), too."""
+    temperature: float = 1.0  # T: samples, and log-probs of what was drawn, are of softmax(logits / T).
     top_p: float = 1.0  # Nucleus sampling: keep the most likely tokens that together have this probability.
     max_new_tokens: int = 512  # Longest completion drawn.
     sample_tokens: int = 65536
-    """Largest (prompt + new tokens) x sequences in one call of `generate`; lower it if sampling runs out of
-    memory."""
+    """Most (prompt + new tokens) x sequences in a call of `generate`; lower it if memory runs out there."""
     sampler: str = "generate"
     """What draws: the model's own `generate`; or `FILE.py:function`, such as configs/external.py:vllm, an
     engine on other GPUs, and configs/external.py:servers, on other machines."""
@@ -173,13 +153,9 @@ class Config:
     # The loop.
     steps: int | None = None  # Optimizer steps. Default: one pass over the data.
     batch_size: int | None = None
-    """Per step: prompts with their groups (GRPO), pairs (DPO) or examples (KTO), of all ranks together.
-    Default: 32; KTO 64."""
-    lr: float | None = None
-    """AdamW's, after warmup. Default: 1e-6; with --lora ten times that (Schulman et al. 2025, LoRA Without
-    Regret)."""
-    warmup: float = 0.1
-    """Fraction of the steps over which the learning rate rises linearly; then it is constant."""
+    """Per step, over all ranks: groups (GRPO), pairs (DPO) or examples (KTO). Default: 32; KTO 64."""
+    lr: float | None = None  # AdamW's, after warmup. Default: 1e-6; with --lora 1e-5.
+    warmup: float = 0.1  # Fraction of the steps over which the learning rate rises; then it is constant.
     weight_decay: float = 0.0  # AdamW's decoupled weight decay.
     adam_eps: float = 1e-8  # AdamW's epsilon. The authors' scripts use 1e-5.
     max_grad_norm: float = 1.0  # The gradient is scaled down to this norm where it is longer.
@@ -188,33 +164,28 @@ class Config:
     --max-new-tokens more would make longer. Default: the model's positions."""
     max_prompt_length: int | None = None  # Longest prompt, in tokens; rows with longer ones are dropped.
     microbatch_tokens: int = 16384
-    """Tokens, with padding, per forward and backward; lower it if training runs out of memory. Changes no
-    result."""
+    """Tokens, with padding, per forward and backward; lower it if memory runs out. Changes no result."""
     compile: bool | None = None  # torch.compile. Default: on a GPU.
     shard: bool = False
-    """Several ranks: shard weights, gradients and optimizer state over them (FSDP2). While `generate` draws,
-    each rank holds all weights."""
-    seed: int = 0
-    """All that is random is a function of this and the step; what is drawn, of the number of ranks, too."""
+    """Shard weights, gradients and moments over the ranks (FSDP2). While it draws, each has all weights."""
+    seed: int = 0  # All randomness is of this and the step; what is drawn, of the number of ranks, too.
 
     # What is written, and when.
     out: str | None = None  # The run's folder. Default: a new one under runs/.
     save_every: int = 64  # Write a checkpoint every this many steps; 0: none but the final model.
     keep: int = 2  # Checkpoints kept.
     resume: str | None = None
-    """`latest`: go on from the newest whole checkpoint in --out, or start afresh where there is none. Or a
-    path."""
+    """`latest`: go on from the newest whole checkpoint of --out, or afresh if there is none. Or a path."""
     eval_every: int = 0  # Measure every so many steps; 0: before and after.
     eval_prompts: int = 500  # Held-out prompts per evaluation.
     eval_samples: int = 2  # Completions drawn per held-out prompt.
-    track: str | None = None
-    """Send the metrics there, too: wandb, or a module with the same functions, such as trackio."""
+    track: str | None = None  # Send the metrics to wandb, or a module with its functions, such as trackio.
     config: str | None = None  # A .toml file of these settings; flags override it.
 
     def __post_init__(self):
         """Settle the defaults that depend on other settings, check them all, and say what they ask for."""
-        self.given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)
-                      if getattr(self, one.name) != one.default}  # what was set; config.toml keeps it
+        default = {one.name: one.default for one in dataclasses.fields(self)}
+        self.given = {name: value for name, value in vars(self).items() if value != default[name]}  # was set
         require(self.loss in LOSSES, f"--loss {self.loss}: {suggest(self.loss, LOSSES)}")
         if not self.humanline:
             self.sync_k = 0
@@ -236,8 +207,7 @@ class Config:
 RANGES = {  # the least and the largest value of settings
     (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high prior lora",
     (1, 1e12): "max_new_tokens sample_tokens steps max_length max_prompt_length microbatch_tokens keep "
-               "eval_prompts eval_samples limit lora_alpha",
-    (1, 1e6): "batch_size group_size",
+               "eval_prompts eval_samples limit lora_alpha batch_size group_size",
     (1e-12, 1e12): "gamma_p gamma_r beta_p beta_r beta desirable_weight undesirable_weight epsilon lr "
                    "adam_eps max_grad_norm reward_seconds",
     (1e-3, 1e3): "temperature",
@@ -252,12 +222,8 @@ RANGES = {  # the least and the largest value of settings
 # Pure functions of tensors, to be pasted elsewhere. (N, T) tensors hold exact zeros at masked positions.
 
 def humanline_clip(log_ratio: Tensor, log_eps_p: float = -1.5, log_eps_r: float = 1.5) -> Tensor:
-    """Humanline clipping: clamp(d, log ε_P, log ε_R), in nats. Outside the interval the gradient is 0.
-
-    Args:
-        log_ratio: (N, T) token log-ratios.
-    Returns:
-        (N, T).
+    """Humanline clipping of (N, T) token log-ratios d: clamp(d, log ε_P, log ε_R), in nats. Outside the
+    interval the gradient is 0.
 
     >>> humanline_clip(torch.tensor([[-4.0, 0.5, 2.0]]))
     tensor([[-1.5000,  0.5000,  1.5000]])
@@ -294,15 +260,12 @@ def humanline_sample(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamm
     exp(-d) < M_R B_R, where M_P and M_R are the largest exp(d) and exp(-d) among the batch's completion
     tokens. A rejected token keeps its value and passes no gradient. As the Betas concentrate on their means
     m_P and m_R, this becomes clipping to [log(M_P m_P), -log(M_R m_R)] (Theorem 4.3), as far as gradients go.
-
     Paste with `humanline_rejected`.
 
     Args:
-        log_ratio: (N, T) token log-ratios, in nats.
+        log_ratio: (N, T) token log-ratios, in nats, which come back with the same values.
         mask: (N, T), true or 1 at completion tokens.
         generator: source of the draws; torch's global one if None.
-    Returns:
-        (N, T), equal to `log_ratio` in value.
     """
     rejected = humanline_rejected(log_ratio, mask, gamma_p, gamma_r, beta_p, beta_r, generator)
     return torch.where(rejected, log_ratio.detach(), log_ratio)
@@ -311,13 +274,8 @@ def humanline_sample(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamm
 # What each loss makes of the perceived log-ratio. No averaging here: the loop divides by global counts.
 
 def dpo_loss(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, beta: float = 0.1) -> Tensor:
-    """-log σ(β (Σ_t d̃ʷ_t - Σ_t d̃ˡ_t)) (Rafailov et al. 2023, eq. 7).
-
-    Args:
-        chosen_log_ratio, rejected_log_ratio: (N, T) token log-ratios in nats, zero at masked positions; the
-            two T may differ.
-    Returns:
-        (N,) losses, one per pair.
+    """-log σ(β (Σ_t d̃ʷ_t - Σ_t d̃ˡ_t)) (Rafailov et al. 2023, eq. 7): (N,) losses, one per pair, of (N, T)
+    token log-ratios in nats, zero at masked positions; the two T may differ.
 
     >>> dpo_loss(torch.zeros(1, 3), torch.zeros(1, 5))
     tensor([0.6931])
@@ -326,16 +284,14 @@ def dpo_loss(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, beta: float =
 
 def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: float = 0.1,
              desirable_weight: Tensor | float = 1.0, undesirable_weight: Tensor | float = 1.0) -> Tensor:
-    """λ_D (1 - σ(β (Σ_t d̃_t - z₀))) if desirable, else λ_U (1 - σ(β (z₀ - Σ_t d̃_t))) (Ethayarajh et al. 2024,
-    eq. 8).
+    """λ_D (1 - σ(β (Σ_t d̃_t - z₀))) if desirable, else λ_U (1 - σ(β (z₀ - Σ_t d̃_t))): (N,) losses
+    (Ethayarajh et al. 2024, eq. 8).
 
     Args:
         log_ratio: (N, T) token log-ratios in nats, zero at masked positions.
         desirable: (N,) booleans.
         kl: z₀ >= 0, the reference point: one number for the whole batch, in nats; no gradient flows into it.
         desirable_weight, undesirable_weight: λ_D and λ_U, one number or (N,).
-    Returns:
-        (N,) losses.
     """
     if isinstance(kl, Tensor):
         kl = kl.detach()
@@ -348,14 +304,13 @@ def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: flo
 def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scale: bool = True,
                      prior: float = 0.0, prior_mean: float = 0.0) -> Tensor:
     """A_i = (r_i - mean) / (std + eps) within each group, population standard deviation (Shao et al. 2024).
+    Returns (N,) advantages, 0 for a group without a difference.
 
     Args:
         rewards: (N,) floats.
         group_ids: (N,) integers; equal ids form a group, in any order.
         scale: False leaves the division out (Dr. GRPO, Liu et al. 2025).
         prior, prior_mean: mean and std are those of the group and `prior` more rollouts with this reward.
-    Returns:
-        (N,) advantages. Without a prior zero-mean in each group, and 0 for a group without a difference.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 7.0, 7.0]), torch.tensor([3, 3, 5, 5]))
     tensor([ 0.9804, -0.9804,  0.0000,  0.0000])
@@ -373,21 +328,17 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scal
 
 def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor, epsilon: float = 0.2,
               kl_beta: float = 0.0, epsilon_high: float | None = None) -> Tensor:
-    """-min(A r_t, A clip(r_t, 1-ε, 1+ε)) + β_KL (exp(-d_t) + d_t - 1), r_t = exp(d̃_t) (Shao et al. 2024, eq.
-    3).
+    """-min(A r_t, A clip(r_t, 1-ε, 1+ε)) + β_KL (exp(-d_t) + d_t - 1), where r_t = exp(d̃_t).
 
-    As published, d̃ is taken to the old policy and d to the initial one. With humanline both are taken to the
-    synced reference, and the ratio is clipped twice: upstream as d̃, and here. The KL term sees the raw d.
-
-    Paste with `token_kl`.
+    Shao et al. 2024, eq. 3: there d̃ is taken to the old policy and d to the initial one. With humanline both
+    are taken to the synced reference, and the ratio is clipped twice: upstream as d̃, and here. Returns
+    (N, T) token losses, with -A at masked positions: multiply by the mask. Paste with `token_kl`.
 
     Args:
         log_ratio: (N, T) raw token log-ratios d to the reference, in nats.
         perceived_log_ratio: (N, T) token log-ratios d̃ after perception.
         advantages: (N,).
         epsilon_high: the clip's upper end is 1 + ε_high (Yu et al. 2025, DAPO, eq. 8); None: ε.
-    Returns:
-        (N, T) token losses. Masked positions hold -A, as r = 1 there: multiply by the mask before averaging.
     """
     ratio = perceived_log_ratio.exp()
     advantages = advantages.unsqueeze(-1)
@@ -399,38 +350,30 @@ def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor
     return loss
 
 def token_kl(log_ratio: Tensor) -> Tensor:
-    """exp(-d) + d - 1 >= 0, whose mean over the policy's samples is KL(π_θ || π_ref), in nats (Schulman 2020,
-    k3)."""
+    """exp(-d) + d - 1 >= 0, whose mean over samples is KL(π_θ || π_ref), in nats (Schulman 2020, k3)."""
     return torch.expm1(-log_ratio) + log_ratio
 
 def taper_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: Tensor, is_worse: Tensor,
                  mean_surprisal: float, in_pairs: bool = False) -> Tensor:
-    """Ours, not the paper's: max(0, 1 - rise / budget) for each worse completion, 1 for the others.
+    """Ours, not the paper's: max(0, 1 - rise / budget) for each worse completion, 1 for the others. It scales
+    the gradient of the log-ratio before any loss sees it.
 
-    budget: its surprisal under the sampler μ, -Σ_t log μ, or that of an average completion of its length if
-    this is less, but at least 1 nat. rise: how far the policy's surprisal exceeds μ's, Σ_t (log μ - log π_θ).
+    rise: how far the policy's surprisal exceeds that of the sampler μ, Σ_t (log μ - log π_θ). budget: the
+    surprisal under μ, -Σ_t log μ, or that of an average completion of its length if this is less, but at
+    least 1 nat. So a completion that surprises the policy twice as much as its sampler is let go: online it
+    would hardly be drawn. TOPR's weight, min(1, π_θ / μ) (Le Roux et al. 2025), lets a long one go at once.
 
-    It scales the gradient of the log-ratio before any loss sees it. A completion as likely as under the
-    sampler is pushed down with full weight; one that surprises the policy twice as much is let go, as online
-    it would hardly be sampled. TOPR's weight, min(1, π_θ / μ) (Le Roux et al. 2025), lets go of a long
-    completion at once, though the policy still says much the same in other words. So the budget is the
-    entropy of what the sampler writes: 1 nat where it is nearly sure, many where it writes freely. A mean
-    over tokens would not do: many easy ones hide a wrong one.
-
-    In a pair, as the rejected one's weight w fades, the chosen one's goes to w + (1 - w) / budget. For a
-    chosen one alone pulls the policy to one text. That helps where it is the only right answer (a budget of 1
-    nat), and harms where it is one text of many (80).
+    In a pair, as the rejected one's weight w fades, the chosen one's goes to w + (1 - w) / budget: alone it
+    would pull the policy to one text, which helps only where there is no other right one (1 nat). Returns
+    (N, 1) weights from 0 to 1.
 
     Args:
         log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions; passes no gradient.
         sampler_logps: (N, T) log μ, zero at masked positions.
         mask: (N, T) booleans, True at completion tokens.
         is_worse: (N,) booleans: rejected, undesirable, or with a negative advantage.
-        mean_surprisal: of -log μ over the batch's tokens (but of groups that have no gradient), in nats: an
-            estimate of μ's entropy.
+        mean_surprisal: mean of -log μ over the batch's tokens, in nats: an estimate of μ's entropy.
         in_pairs: whether the rows are chosen, rejected, chosen, rejected, …
-    Returns:
-        (N, 1) weights from 0 to 1.
     """
     rise = -log_ratio_to_sampler.detach().sum(-1, keepdim=True)
     surprisal = -sampler_logps.sum(-1, keepdim=True)
@@ -447,15 +390,13 @@ def taper_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: Tens
 
 @dataclass
 class Group:
-    """A prompt and its completions with their rewards, as token ids: read from the data, or drawn
-    (rollouts)."""
+    """A prompt and its completions with their rewards, as token ids: of the data, or drawn (rollouts)."""
 
     row: int  # which of the run's rows, from 0
     prompt: list[int]
     completions: list[list[int]]
     rewards: list[float]
-    # Rewards are absolute labels (1 desirable, 0 not), not to be compared with each other.
-    labelled: bool = False
+    labelled: bool = False  # rewards are labels (1 desirable, 0 not), not to be compared with each other
     failed: list[bool] = field(default_factory=list)  # whether the reward failed
     logps: list[list[float]] = field(default_factory=list)  # log μ of each token, where known
     sequences: list["Sequence"] = field(default_factory=list)  # its completions; see `make_units`
@@ -482,10 +423,8 @@ class Sequence:
 
 @dataclass
 class Microbatch:
-    """N sequences that go through the policy together. DPO: chosen, rejected, chosen, rejected, …
-
-    (N, T) tensors hold a completion in each row, from the left, and zeros behind its end; log-probs in nats.
-    """
+    """N sequences that go through the policy together, in pairs chosen, rejected, chosen, … (N, T) tensors
+    hold a completion in each row, from the left, and zeros behind its end; log-probs in nats."""
 
     rows: list[list[Sequence]]  # what lies in each row of the forward pass; see `log_probs`
     mask: Tensor  # (N, T) booleans, true at completion tokens
@@ -493,9 +432,9 @@ class Microbatch:
     old_logps: Tensor | None  # (N, T) log π_old; None: the policy itself
     sampler_logps: Tensor | None  # (N, T) log μ; None: unknown
     rejected: Tensor | None  # (N, T) booleans, with --perception sample
-    advantages: Tensor  # (N,)
-    is_chosen: Tensor  # (N,) booleans
-    weights: Tensor  # (N,)
+    advantages: Tensor  # these three (N,)
+    is_chosen: Tensor
+    weights: Tensor
     step: int  # which optimizer step, from 1
     mean_surprisal: float = 0.0  # of -log μ over the batch's tokens, where known
     z0: Tensor | None = None  # () KTO's reference point
@@ -510,8 +449,7 @@ def best_against_worst(group: Group) -> list[list[Sequence]]:
     return [[group.sequences[best], group.sequences[worst]]]
 
 def above_and_below_mean(group: Group) -> list[list[Sequence]]:
-    """KTO: each completion is an example; desirable are those above the group's mean, or labelled so. A group
-    with equal rewards gives none."""
+    """KTO: each completion is an example, desirable above the group's mean, or if labelled so."""
     if group.labelled:
         group.sequences[0].is_chosen = group.rewards[0] > 0.5
     elif max(group.rewards) == min(group.rewards):
@@ -519,8 +457,7 @@ def above_and_below_mean(group: Group) -> list[list[Sequence]]:
     return [[sequence] for sequence in group.sequences]
 
 def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
-    """λ_D and λ_U. By default λ_D n_D = λ_U n_U (Ethayarajh et al. 2024, section 4.2): a loss that pushes
-    down more than it pushes up ends in a model that finds no text likely."""
+    """λ_D and λ_U. By default λ_D n_D = λ_U n_U (Ethayarajh et al. 2024, section 4.2)."""
     desirable = sum(sequence.is_chosen for sequence in sequences)
     balanced = config.undesirable_weight * (len(sequences) - desirable) / max(1, desirable)
     if balanced == 0:  # all are desirable
@@ -544,8 +481,7 @@ class Loss:
     unit: Literal["group", "pair", "example"]  # what --batch-size counts; a pair lies as chosen, rejected
     settings: str = ""  # those fields of Config that some losses read, and this one
     batch_size: int = 32  # by default
-    # Of all data or rollouts.
-    set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None
+    set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None  # of all data
     needs_mismatched: bool = False  # z₀, from each prompt with the completion of another prompt
 
 LOSSES = {
@@ -584,21 +520,22 @@ def train(config: Config) -> "Run":
         optimizer = run.optimizer
         batches = run.batches
         reference = run.reference
-        run.measure_before()
+        warmup = math.ceil(config.warmup * batches.steps)
+        if run.first == 1:
+            run.known = {f"{name}_before": value for name, value in run.measure(0).items()}
 
         for step in run.progress:
             started = time.perf_counter()
             report = {"step": step, "sample_seconds": 0.0}
-
-            # The first reference is the initial policy.
             if step == 1:
-                reference.sync(0)
+                reference.sync(0)  # the first reference is the initial policy
 
             # Rollouts for the next steps, with rewards. The policy as it is now is their old policy.
             if config.sample_every and step > batches.made_until:
-                prompts = batches.of_steps(step, step + config.sample_every - 1)
+                last = min(step + config.sample_every - 1, batches.steps)
+                prompts = batches.of_steps(step, last)
                 rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step)
-                batches.add_rollouts(rollouts)
+                batches.make(last, rollouts)
                 report["sample_seconds"] = time.perf_counter() - started
                 report |= run.keep_rollouts("rollouts.jsonl", rollouts, run.rows, step)
                 reference.after_drawing(step)
@@ -607,14 +544,15 @@ def train(config: Config) -> "Run":
             batch = batches.pending.popleft()
             report |= forward_backward(policy, batch, config)
 
-            # Clip the gradient's norm, sync, step, in this order: the sync takes the policy before its
-            # update.
+            # Clip the gradient's norm, sync, step, in this order: a sync takes the policy before its update.
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
-            report["grad_norm"] = float(full(norm))
-            run.stop_before_it_spoils_the_weights(report)
+            report["grad_norm"] = float(norm.full_tensor() if config.shard else norm)
+            if not math.isfinite(report["loss"] + report["grad_norm"]):
+                raise FloatingPointError(f"step {step}: loss {report['loss']}, gradient norm {float(norm)}; "
+                                         f"what was saved is in {run.out / 'checkpoint'} (see --save-every)")
             if config.sync_k and step % config.sync_k == 0:
                 reference.sync(step)
-            report["lr"] = learning_rate(step, batches.steps, config)
+            report["lr"] = config.lr * min(1, step / max(1, warmup))
             optimizer.param_groups[0]["lr"] = report["lr"]
             optimizer.step()
             optimizer.zero_grad()
@@ -652,11 +590,9 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         log_ratio, d = log_ratios(logps, x, config)
         weight = None
         if config.taper:  # ours: the gradient of worse completions fades
-            is_pair = loss.unit == "pair"
             to_sampler = logps - x.sampler_logps
-            weight = taper_weight(
-                to_sampler, x.sampler_logps, x.mask, ~x.is_chosen, x.mean_surprisal, is_pair
-            )
+            weight = taper_weight(to_sampler, x.sampler_logps, x.mask, ~x.is_chosen, x.mean_surprisal,
+                                  in_pairs=loss.unit == "pair")
             log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
         perceived, passes = perceive(log_ratio, x, config)
         perceived.retain_grad()
@@ -674,17 +610,15 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     if WORLD_SIZE > 1 and not config.shard:  # sharded, the backward pass has added them up
-        add_over_ranks([p.grad for p in parameters])
+        for pending in [dist.all_reduce(p.grad, async_op=True) for p in parameters]:
+            pending.wait()
     return describe_step(batch, totals, total_loss, z0, config)
 
 @torch.no_grad()
 def note_metrics(totals: dict[str, Tensor], x: Microbatch, logps: Tensor, log_ratio: Tensor, d: Tensor,
                  perceived: Tensor, passes: Tensor, weight: Tensor | None, config: Config) -> None:
     """Add a microbatch's metrics to the step's totals: a sum and a count each, or of a name in `_max` the
-    largest value.
-
-    A metric is a line: its name, (N, T) or (N,) values, and where they count.
-    """
+    largest value. A metric is a line: its name, (N, T) or (N,) values, and where they count."""
     found = {
         "logp": (logps, x.mask),
         "logp_wanted": (logps, x.mask & x.is_chosen[:, None]),
@@ -725,8 +659,7 @@ def note_metrics(totals: dict[str, Tensor], x: Microbatch, logps: Tensor, log_ra
             totals[name] = totals.get(name, 0) + torch.stack([total, count])
 
 def log_ratios(logps: Tensor, x: Microbatch, config: Config) -> tuple[Tensor, Tensor]:
-    """Two (N, T) tensors: the log-ratio that is perceived, to the reference or, of a plain loss online, to
-    the old policy; and d, to the reference."""
+    """(N, T) each: the log-ratio to perceive, to the old policy if plain and online; d to the reference."""
     old_logps = x.old_logps
     if old_logps is None:
         old_logps = logps.detach()
@@ -766,16 +699,14 @@ def share_of_mean(losses: Tensor, x: Microbatch, batch: "Batch", config: Config)
 
 def log_ratios_before(policy: Module, sequences: list[Sequence], batch: "Batch",
                       config: Config) -> tuple[Microbatch, Tensor]:
-    """Before any gradient, on the CPU of every rank: all these sequences as one struct, and their log-ratios
-    (N, T)."""
+    """Before any gradient, on every rank's CPU: these sequences as one struct, their (N, T) log-ratios."""
     x = make_microbatch([[sequence] for sequence in sequences], torch.device("cpu"), batch.step)
     logps = pad_sequence(sequence_logps(policy, sequences, config), batch_first=True)
     log_ratio, _ = log_ratios(logps, x, config)
     return x, log_ratio
 
 def draw_rejections(policy: Module, batch: "Batch", config: Config) -> None:
-    """--perception sample: decide each token's fate before any gradient: M_P and M_R are maxima over the
-    batch."""
+    """--perception sample: decide each token's fate first, as M_P and M_R are maxima over the batch."""
     if not batch.sequences:  # rollouts without a difference
         return
     x, log_ratio = log_ratios_before(policy, batch.sequences, batch, config)
@@ -831,10 +762,6 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
         report["z0"] = float(z0)
     return report
 
-def learning_rate(step: int, steps: int, config: Config) -> float:
-    """Linear warmup over the first fraction of the steps, then constant."""
-    warmup = math.ceil(config.warmup * steps)
-    return config.lr * min(1, step / max(1, warmup))
 
 # ---------- The run -----------------------------------------------------------------------------------------
 
@@ -845,22 +772,19 @@ class Run:
         """Check, load, resume, and lock the run's folder until `stack` closes. User errors are found here,
         the cheapest check first, before anything is written."""
         import transformers
-
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.config = config
         self.stack = stack
-        self.started = time.perf_counter()
+        self.started, self.shown_at = time.perf_counter(), -math.inf
         self.stopped_at: int | None = None  # the step after which a signal ended the run
         self.known: dict[str, float] = {}  # the latest of all metrics, and those from before the first step
-        self.shown_at = -math.inf
         self.watch = Watch()
         self.signals = note_signals(stack)
         require(config.model, "--model names nothing; give it a Hugging Face name or a folder")
         require(config.data, "--data names nothing; give it a file or a hub name")
         device = join_ranks()
-        require(not config.shard or dist.is_initialized(),
-                "--shard needs several ranks; start them with torchrun")
+        require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start torchrun")
         new_name = time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")
         self.out = Path(from_first_rank(lambda: config.out or new_name))
         from_first_rank(lambda: check_folder(self.out, config))
@@ -875,16 +799,13 @@ class Run:
         if seen:
             warn(f"--eval-data: {seen} of its prompts are in --data, too")
         fields = json.dumps([row.fields for row in self.rows], default=str)
-        # By which a resumed run knows its rows and its base again.
-        fingerprint = hashlib.sha256(fields.encode()).hexdigest()
+        fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # by which a resumed run knows them again
         if Path(config.model).is_dir():
             fingerprint += from_first_rank(lambda: str(hashes(Path(config.model), "*.safetensors")))
         told = gather_from_ranks(f"{config} {fingerprint}")
         require(len(set(told)) == 1, "the ranks have different flags or rows")
 
         self.policy, tokenizer = load_policy(config, device)
-        # All ranks cut batches alike.
-        self.policy.shares_prompts = all(gather_from_ranks(self.policy.shares_prompts))
         self.sampler = Sampler(self.policy, tokenizer, config)
         groups = encode_rows(self.rows, self.sampler, online=config.sample_every > 0)
         known = len(self.policy.get_input_embeddings().weight)
@@ -919,9 +840,8 @@ class Run:
             self.watch(line)
             self.known |= line
         steps = self.batches.steps
-        silence = {"disable": True} if RANK else {}
-        self.progress = tqdm(
-            range(self.first, steps + 1), config.loss, steps, initial=self.first - 1, **silence)
+        self.progress = tqdm(range(self.first, steps + 1), config.loss, steps, initial=self.first - 1,
+                             **{"disable": True} if RANK else {})
 
     def take_up_folder(self, is_new: bool) -> None:
         """Make the folder's files those of a run that is about to take its first step, or to go on."""
@@ -935,14 +855,9 @@ class Run:
             elif file.exists():
                 cut_lines(file, self.first)  # later steps are done again
 
-    def measure_before(self) -> None:
-        """What there is to measure before the first step."""
-        if self.first == 1:
-            self.known = {f"{name}_before": value for name, value in self.measure(0).items()}
 
     def measure(self, step: int) -> dict[str, float]:
-        """On --eval-data, if there is any: `accuracy`, the mean reward of new samples, which is pass@1 if
-        rewards are 0 or 1; and `greedy`, the mean reward of greedy completions."""
+        """On --eval-data: `accuracy`, the mean reward of new samples, and `greedy`, of greedy completions."""
         found = {}
         for name, size in {"accuracy": self.config.eval_samples, "greedy": 1}.items():
             if self.eval_groups:
@@ -955,26 +870,17 @@ class Run:
 
     def keep_rollouts(self, file: str, rollouts: list[Group], rows: list["Row"],
                       step: int) -> dict[str, float]:
-        """Append rollouts to a file of the run, one line per completion, which --data can read; returns their
-        metrics."""
+        """Append rollouts to a file of the run, a line per completion; returns their metrics."""
         lines = []
         for number, group in enumerate(rollouts):
             texts = self.sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
             for i, ids in enumerate(group.completions):
+                advantage = group.sequences[i].advantage if group.sequences else None
                 lines.append(dict(
-                    step=step,
-                    row=group.row,
-                    prompt_id=f"{step}-{number}",
-                    prompt=rows[group.row].prompt,
-                    completion=texts[i],
-                    reward=group.rewards[i],
-                    advantage=group.sequences[i].advantage if group.sequences else None,
-                    truncated=ids[-1] not in self.sampler.stops,
-                    tokens=ids,
-                    logps=group.logps[i],
-                    temperature=self.config.temperature,
-                    top_p=self.config.top_p,
-                ))
+                    step=step, row=group.row, prompt_id=f"{step}-{number}", prompt=rows[group.row].prompt,
+                    completion=texts[i], reward=group.rewards[i], advantage=advantage,
+                    truncated=ids[-1] not in self.sampler.stops, tokens=ids, logps=group.logps[i],
+                    temperature=self.config.temperature, top_p=self.config.top_p))
         if RANK == 0:
             append_lines(self.out / file, lines)
             if time.monotonic() > self.shown_at + 10:  # show the best one, now and then
@@ -983,30 +889,22 @@ class Run:
                 prompt = best["prompt"][-1]["content"][-20:]
                 answer = best["completion"][:60]
                 tqdm.write(f"step {step} best {best['reward']:6.2f}  {prompt!r} → {answer!r}")
-        return {
-            "reward_std": pstdev(line["reward"] for line in lines),
-            "failed": sum(sum(group.failed) for group in rollouts),
-            "truncated": fmean(line["truncated"] for line in lines),
-            "entropy": -fmean(logp for line in lines for logp in line["logps"]),
-        }
-
-    def stop_before_it_spoils_the_weights(self, report: dict[str, float]) -> None:
-        """Raises FloatingPointError for what is no number, and UserError where a sampler that should have the
-        policy's weights gives others' log-probs. Below a --top-p of 1 it gives those among the tokens left,
-        which are larger by -log(top_p) at most."""
-        if not math.isfinite(report["loss"] + report["grad_norm"]):
-            raise FloatingPointError(
-                f"step {report['step']}: loss {report['loss']}, gradient norm {report['grad_norm']}; "
-                f"what was saved before is in {self.out / 'checkpoint'} (see --save-every)")
-        limit = SAMPLER_GAP[self.policy.is_fp32] - math.log(self.config.top_p)
-        gap = report.get("sampler_gap", 0.0)
-        require(report.get("lag") != 0 or gap <= limit,
-                f"step {report['step']}: --sampler {self.config.sampler} is {gap:.3f} nats a token from the "
-                f"policy, of the same weights, more than {limit:.3g}; compare dtypes and versions, and see "
-                "whether it takes all new weights (a tied head?); then --resume latest")
+        return {"reward_std": pstdev(line["reward"] for line in lines),
+                "failed": sum(sum(group.failed) for group in rollouts),
+                "truncated": fmean(line["truncated"] for line in lines),
+                "entropy": -fmean(logp for line in lines for logp in line["logps"])}
 
     def log(self, line: dict) -> None:
-        """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of what it shows."""
+        """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of what it shows.
+        Raises UserError where a sampler that should have the policy's weights gives others' log-probs."""
+        # Below a --top-p of 1 they are those among the tokens left, larger by -log(top_p) at most.
+        limit = SAMPLER_GAP[self.policy.is_fp32] - math.log(self.config.top_p)
+        gap = line.get("sampler_gap", 0.0)
+        if line.get("lag") == 0 and gap > limit:
+            raise UserError(
+                f"step {line['step']}: --sampler {self.config.sampler} is {gap:.3f} nats a token from the "
+                f"policy, of the same weights, more than {limit:.3g}; compare dtypes and versions, and see "
+                "whether it takes all new weights (a tied head?); then --resume latest")
         if line["step"] == 1:
             line |= self.known
         if self.policy.device.type == "cuda":
@@ -1033,12 +931,9 @@ EVALUATION = 500_000  # a measurement's draws are those of its step plus this
 LINES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # files of lines that have a step
 
 class Watch:
-    """Warns, once each in a run, of what a step's report shows; of a collapse, by the log-prob of the
-    completions that the loss wants likelier.
-
-    While a run learns, their mean -log π_θ falls. Once its mean over 12 steps rises to twice its minimum, and
-    at least 0.3 nats per completion above it, the policy unlearns them along with the others, and its rewards
-    fall with it: tests/claims counts how often that is right.
+    """Warns, once each in a run, of what a step's report shows. A collapse: once the mean over 12 steps of
+    -log π_θ of the completions that the loss wants likelier rises to twice its minimum, and by 0.3 nats per
+    completion, the policy unlearns them along with the others; tests/claims counts how often that is right.
     """
 
     def __init__(self):
@@ -1099,9 +994,9 @@ def start_tracker(config: Config, out: Path) -> Any:
 
 def check_folder(out: Path, config: Config) -> None:
     """Raises UserError where the run's folder holds another run, or files of other origin with its names."""
-    require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
     settings = out / "config.toml"
     is_run = settings.is_file() and settings.read_bytes().startswith(TOML_HEAD.encode())
+    require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
     for name in "config.toml", *LINES, "checkpoint":
         require(is_run or not (out / name).exists(),
                 f"--out {out}: its {name} was not written by a run of humanline.py; choose another folder")
@@ -1114,7 +1009,6 @@ def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
         out.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(ImportError):  # Windows has no such locks
         import fcntl
-
         descriptor = os.open(out, os.O_RDONLY)
         stack.callback(os.close, descriptor)
         try:
@@ -1124,8 +1018,7 @@ def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
     check_folder(out, config)  # again: another run may have come and gone
 
 def note_signals(stack: contextlib.ExitStack) -> list[int]:
-    """A list of which SIGTERM, SIGHUP and Ctrl-C become entries, until `stack` closes: stop after this step.
-    A second Ctrl-C stops at once."""
+    """A list that SIGTERM, SIGHUP and Ctrl-C are added to until `stack` closes: stop after this step."""
     received = []
 
     def note(number, _):
@@ -1133,7 +1026,7 @@ def note_signals(stack: contextlib.ExitStack) -> list[int]:
         text = f"humanline.py: warning: {signal.Signals(number).name}: stopping after this step\n"
         with contextlib.suppress(OSError):  # at once: stderr's buffer may be in use, its terminal gone
             os.write(2, text.encode())
-        if number == signal.SIGINT and WORLD_SIZE == 1:
+        if number == signal.SIGINT and WORLD_SIZE == 1:  # a second one stops at once
             signal.signal(number, signal.default_int_handler)
 
     for name in "SIGINT", "SIGTERM", "SIGHUP":
@@ -1146,8 +1039,7 @@ def note_signals(stack: contextlib.ExitStack) -> list[int]:
 
 @contextlib.contextmanager
 def explained(what: str, advice: str, **advice_by_word: str) -> Iterator[None]:
-    """Turns what loading code raises into one line: `what` failed, the reason, and the advice for a word in
-    it."""
+    """Turns what loading code raises into a line: `what` failed, the reason, the advice for a word in it."""
     try:
         yield
     except UserError:
@@ -1167,21 +1059,17 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
     name = config.model
     with ranks_in_turn() if config.shard else contextlib.nullcontext():
         with explained(
-            f"--model {name}",
-            "name a Hugging Face model or a folder; `hf download NAME --local-dir FOLDER` makes one, given a "
-            "network; without one set HF_HUB_OFFLINE=1",
-            trust_remote_code="to let it run, say --trust-remote-code",
-            attn_implementation="choose another --attn",
-            peft="pip install peft",
-        ):
+                f"--model {name}", "name a Hugging Face model or a folder; `hf download NAME --local-dir "
+                "FOLDER` makes one, given a network; without one set HF_HUB_OFFLINE=1",
+                trust_remote_code="to let it run, say --trust-remote-code",
+                attn_implementation="choose another --attn", peft="pip install peft"):
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
             require(tokenizer.chat_template or not config.template_values,
                     f"--template-values: {name} has no template")
             tokenizer.template_values = dict(json.loads(config.template_values or "{}"))
             policy = load_weights(config, device)
-        require(tokenizer.eos_token_id is not None,
-                f"--model {name}: its tokenizer has no end-of-sequence token, so completions could not end; "
-                "set eos_token in tokenizer_config.json")
+        require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence "
+                "token, so completions could not end; set eos_token in tokenizer_config.json")
         policy.is_mixed = config.dtype == "mixed" or (config.dtype == "auto" and pays_mixed(policy, device))
         if config.lora and config.dtype == "bfloat16":
             policy.is_mixed = True  # adapters are fp32 however --dtype sets the rest
@@ -1203,7 +1091,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
     policy.train()
     policy.shares_prompts = False
     check_output_head(policy, config)
-    policy.shares_prompts = can_share_prompts(policy)
+    policy.shares_prompts = all(gather_from_ranks(can_share_prompts(policy)))  # all ranks cut batches alike
     return policy, tokenizer
 
 def load_weights(config: Config, device: torch.device) -> Module:
@@ -1217,13 +1105,12 @@ def load_weights(config: Config, device: torch.device) -> Module:
         from peft import PeftConfig, PeftModel
         require(not config.lora, f"--model {name} has adapters already; merge them before --lora adds others")
         name = PeftConfig.from_pretrained(name).base_model_name_or_path
-    dtype = torch.float32
     is_frozen_on_gpu = config.lora and device.type == "cuda" and config.dtype != "float32"
-    if config.dtype == "bfloat16" or is_frozen_on_gpu:
-        dtype = torch.bfloat16
-    policy, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, dtype=dtype,
-                                                        attn_implementation=config.attn,
-                                                        trust_remote_code=config.trust_remote_code)
+    is_bf16 = config.dtype == "bfloat16" or is_frozen_on_gpu
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    policy, info = AutoModelForCausalLM.from_pretrained(
+        name, output_loading_info=True, dtype=dtype, attn_implementation=config.attn,
+        trust_remote_code=config.trust_remote_code)
     foreign = ", ".join(sorted(info["unexpected_keys"])[:3])
     missing = ", ".join(sorted(info["missing_keys"])[:3])
     require(not foreign, f"--model {name}: it has no place for {foreign} of its files; mend its config.json")
@@ -1234,15 +1121,13 @@ def load_weights(config: Config, device: torch.device) -> Module:
     return policy
 
 def add_adapters(policy: Module, config: Config) -> None:
-    """Freeze the policy, and put adapters beside its linear layers but the head. New ones change nothing yet,
-    so the initial policy is the policy with the adapters as they are now, and needs no copy."""
+    """Freeze the policy, and put adapters beside its linear layers but the head. New ones change nothing."""
     with explained("--lora", "pip install peft"):
         from peft import LoraConfig
-    lora = LoraConfig(r=config.lora, lora_alpha=config.lora_alpha, target_modules="all-linear",
-                      task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(config.seed, "lora"))
-        policy.add_adapter(lora)
+        policy.add_adapter(LoraConfig(r=config.lora, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
+                                      target_modules="all-linear"))
     for p in policy.parameters():
         is_fp32 = p.requires_grad or not policy.is_mixed
         p.data = p.data.to(torch.float32 if is_fp32 else torch.bfloat16)
@@ -1286,9 +1171,8 @@ def check_output_head(policy: Module, config: Config) -> None:
     tolerance = 0.005 if policy.is_fp32 else 0.05
     name = f"--model {config.model}"
     require(logits.isfinite().all(), f"{name}: its logits are not finite numbers; its weights are spoilt")
-    require(torch.allclose(ours, again, rtol=0, atol=1e-3),
-            f"{name}: its log-probs are random in training (not by dropout, which is off), so its log-ratio "
-            "with itself would not be 0")
+    require(torch.allclose(ours, again, rtol=0, atol=1e-3), f"{name}: its log-probs are random in training "
+            "(not by dropout, which is off), so its log-ratio with itself would not be 0")
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
             f"{name}: its logits are not hidden states times output embeddings, which token_logps needs")
 
@@ -1301,16 +1185,14 @@ def can_share_prompts(policy: Module) -> bool:
     if set(kinds) != {"full_attention"} or text._attn_implementation != "sdpa":
         return False
     pair = [Sequence([1, 2, 3, 4], [5, 6, 7]), Sequence([1, 2, 3, 4], [7, 6])]
-    # A model may raise anything.
-    with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):
+    with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):  # it may raise anything
         in_one_row = log_probs(policy, [pair])
         in_own_rows = log_probs(policy, [[sequence] for sequence in pair])
         return torch.allclose(in_one_row, in_own_rows, rtol=0.05, atol=0.05)
     return False
 
 def pays_mixed(policy: Module, device: torch.device) -> bool:
-    """Whether `--dtype auto` takes bf16 autocast: on a GPU, or for a large model where the CPU multiplies in
-    bf16."""
+    """Whether `--dtype auto` takes bf16 autocast: on a GPU; large models, where a CPU multiplies in bf16."""
     if device.type != "cpu":
         return device.type == "cuda"
     is_large = sum(p.numel() for p in policy.parameters()) >= 20_000_000
@@ -1321,8 +1203,7 @@ def pays_mixed(policy: Module, device: torch.device) -> bool:
 
 @dataclass
 class Row:
-    """One row of the data, checked. `completions` with their `rewards` make a group; pairs are groups of 1
-    and 0."""
+    """One row of the data, checked. `completions` with their `rewards` are a group; a pair has 1 and 0."""
 
     where: str  # file and row number, for messages
     prompt: list[dict]  # messages
@@ -1366,7 +1247,6 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
     if kind in (".jsonl", ".json"):  # of which `datasets` would turn texts into numbers and dates
         return read_json(Path(spec), source)
     import datasets
-
     datasets.disable_progress_bars()
     with explained(
         source,
@@ -1377,7 +1257,6 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
             return datasets.Dataset.from_parquet(spec)
         if kind == ".csv":
             import pandas
-
             texts = pandas.read_csv(spec, dtype=str, keep_default_na=False, na_values=[""], index_col=False)
             return datasets.Dataset.from_pandas(texts)
         name, *parts = spec.split(":")
@@ -1407,15 +1286,13 @@ COLUMN_NAMES = {
 }
 
 def read_row(fields: dict, where: str, config: Config) -> Row | None:
-    """Bring a row's columns under our names, its answers into dialogues, and these into a prompt and
-    completions.
+    """Bring a row's columns under our names, its answers into dialogues, these into a prompt and completions.
 
     A `prompt` comes with `completions` and `scores`, with `chosen` and `rejected`, with `completion` and
-    `label`, or alone, to be sampled from; the first of these counts. Answers may be whole dialogues, whose
-    common turns are the prompt; None is returned where not just an answer follows those.
+    `label`, or alone, to be sampled from. Answers may be whole dialogues, whose common turns are the prompt;
+    None is returned where not just an answer follows those.
     """
-    # Datasets fills gaps with None.
-    fields = {name: value for name, value in fields.items() if value is not None}
+    fields = {name: value for name, value in fields.items() if value is not None}  # None fills gaps
     known = dict(fields)
     for theirs, ours in COLUMN_NAMES.items():
         if theirs in fields:
@@ -1442,10 +1319,8 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     require(row.prompt, f"{where}: no 'prompt'; every row needs it")
     if config.prompt_template is not None and not row.tokens:  # a rollout's prompt has it already
         known["prompt"] = row.prompt[-1]["content"]
-        names = re.compile(r"\{([a-zA-Z_]\w*)\}")
-        for name in names.findall(config.prompt_template):
-            require(name in known, f"{where}: no '{name}', which --prompt-template asks for")
-        row.prompt[-1]["content"] = names.sub(lambda name: str(known[name[1]]), config.prompt_template)
+        text = re.sub(r"\{([a-zA-Z_]\w*)\}", lambda name: str(known[name[1]]), config.prompt_template)
+        row.prompt[-1]["content"] = text
     if config.system is not None and row.prompt[0]["role"] != "system":
         row.prompt.insert(0, dict(role="system", content=config.system))
     return row
@@ -1468,17 +1343,12 @@ def find_answers(known: dict, where: str) -> tuple[list, list[float]]:
     for i, reward in enumerate(rewards):
         with contextlib.suppress(ValueError):  # of a CSV: 1, 0.5 or True, or else a word
             rewards[i] = json.loads(reward.lower()) if isinstance(reward, str) else reward
-        require(is_score(rewards[i]),
+        require(isinstance(rewards[i], (int, float)) and abs(rewards[i]) < 1e100,
                 f"{where}: a score or label is {reward!r:.60}; it must be a number below 1e100")
     return answers, [float(reward) for reward in rewards]
 
-def is_score(value: Any) -> bool:
-    """Whether it is a number whose square is one, too."""
-    return isinstance(value, (int, float)) and abs(value) < 1e100
-
 def read_messages(value: Any, role: str, where: str) -> list[dict]:
-    """A text by `role`, or chat messages, as messages; answers of "Human:" and "Assistant:" (HH-RLHF) are
-    taken apart."""
+    """A text by `role`, or chat messages, as messages; HH-RLHF's "Human:" and "Assistant:" are split."""
     if isinstance(value, str):
         before, *parts = re.split(r"\n\n(Human|Assistant): ?", value)
         if role == "assistant" and not before.strip() and len(parts) > 2:
@@ -1535,7 +1405,8 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
         else:
             foreign += len(row.tokens) > 0
             group.prompt = os.path.commonprefix([prompt, *wholes])
-            group.completions = [cut_at_stop(whole[len(group.prompt):], sampler.stops) for whole in wholes]
+            stops = sampler.stops
+            group.completions = [cut_at_stop([*ids[len(group.prompt):], stops[0]], stops) for ids in wholes]
         room = max(map(len, group.completions), default=config.max_new_tokens)
         if len(group.prompt) <= longest_prompt and len(group.prompt) + room <= longest:
             groups.append(group)
@@ -1555,23 +1426,19 @@ def are_tokens_of(tokenizer: Any, row: Row) -> bool:
     return tokenizer.batch_decode(row.tokens, skip_special_tokens=True) == row.completions
 
 def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
-    """Up to and with the first stop token, or else with one behind it."""
-    ids = [*ids, stops[0]]
-    return ids[:end_of(ids, stops)]
+    """Up to and with the first of `stops`; without one, all."""
+    return ids[:next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
 
 def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
     """For each row the token ids of its prompt, up to where the model is to go on, and of its prompt with
-    each of its answers, as the chat template writes them. The answers are trained behind what these have in
-    common:
+    each of its answers, as the chat template writes them. What is trained is what these do not share:
 
         <user> 2+2? <assistant>                         the prompt
         <user> 2+2? <assistant> It is 4. <end>          with an answer
         <------- common ------> <- completion ->
 
-    So an empty thought that Qwen3 puts before an answer is a part of it, as the model would have to draw it.
-    DeepSeek-R1 opens a thought at the end of a prompt, and none before an answer; there the prompt of an
-    answer ends earlier.
-    """
+    So an empty thought that Qwen3 puts before an answer is a part of it. DeepSeek-R1 opens a thought at the
+    end of a prompt, and none before an answer; there the prompt of an answer ends earlier."""
     is_plain = not tokenizer.chat_template  # a template writes special tokens itself
     texts = []
     for row in rows:
@@ -1585,8 +1452,7 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
     ids_of = iter(tokenizer(texts, add_special_tokens=is_plain)["input_ids"])
     encoded = [[next(ids_of) for _ in ("prompt", *row.completions)] for row in rows]
     for prompt, *_ in encoded:
-        # Some tokenizers put an end behind every text.
-        if is_plain and prompt[-1:] == [tokenizer.eos_token_id]:
+        if is_plain and prompt[-1:] == [tokenizer.eos_token_id]:  # some put an end behind every text
             prompt.pop()
     return encoded
 
@@ -1598,17 +1464,15 @@ TRANSCRIPT = ("{{ bos_token }}{% for turn in messages %}{{ '\n\n' + dict(user='H
               "{% if add_generation_prompt %}{{ '\n\nAssistant:\n' }}{% endif %}")
 
 def render(tokenizer: Any, dialogue: list[dict], **settings: Any) -> str:
-    """A dialogue as the chat template writes it, always on one day: else a run could not be resumed the
-    next."""
+    """A dialogue as the chat template writes it, on one day: else no run could be resumed the next."""
     told = getattr(tokenizer, "template_values", {})  # --template-values
     settings = {"date_string": "26 Jul 2024"} | told | settings
     template = None if tokenizer.chat_template else PLAIN
     return tokenizer.apply_chat_template(dialogue, chat_template=template, tokenize=False, **settings)
 
 def place_answer(tokenizer: Any, row: Row, start: str, answer: str) -> str:
-    """A prompt with its answer as the chat template writes them, unless that leaves out the answer's thought
-    (DeepSeek-R1) or the prompt's system message (Mistral); then the answer stands behind `start`, where the
-    model goes on."""
+    """A prompt with its answer as the chat template writes them; or the answer behind `start`, if that leaves
+    out the answer's thought (DeepSeek-R1) or the prompt's system message (Mistral)."""
     whole = render(tokenizer, row.prompt + [dict(role="assistant", content=answer)])
     has_thought_opened = whole.startswith(start) or "</think>" not in answer
     if has_thought_opened and answer.strip() in whole and is_written(row.prompt, whole):
@@ -1644,23 +1508,18 @@ class Batches:
         self.made_until = 0  # the last step whose batch has been made
         self.pool: list = groups  # online prompts, offline units with their groups
         self.per_step = config.batch_size  # how many of them a step takes
-        # Of which a prompt gives as many as its group has.
-        if config.sample_every and self.loss.unit == "example":
+        if config.sample_every and self.loss.unit == "example":  # of which a prompt gives a group
             self.per_step = math.ceil(config.batch_size / config.group_size)
         if not config.sample_every:
-            require(all(group.completions for group in groups),
-                    "--data: prompts without completions, or without their labels; draw them with "
-                    "--sample-every 1")
-            require(self.loss.unit == "example" or not any(group.labelled for group in groups),
-                    "--data: labelled completions make no pairs or groups; use --loss kto, or "
-                    "--sample-every 1")
+            require(all(group.completions for group in groups), "--data: prompts without completions, or "
+                    "without their labels; draw them with --sample-every 1")
+            require(self.loss.unit == "example" or not any(group.labelled for group in groups), "--data: "
+                    "labelled completions make no pairs or groups; use --loss kto, or --sample-every 1")
             make_units(groups, config)
             self.pool = [(unit, group) for group in groups for unit in group.units]
-            require(self.pool,
-                    "--data: no row has a better and a worse completion, so there is nothing to train on")
+            require(self.pool, "--data: no row has a better and a worse completion to learn from")
         self.steps = config.steps or max(1, len(self.pool) // self.per_step)  # of the whole run
-        # Of the pool's members, over the whole run; each epoch has an order of its own.
-        self.order: list[int] = []
+        self.order: list[int] = []  # of the pool's members, over the run; each epoch has its own
         needed = self.steps * self.per_step
         for epoch in range(math.ceil(needed / len(self.pool))):
             generator = torch.Generator().manual_seed(seed_for(config.seed, "order", epoch))
@@ -1668,33 +1527,31 @@ class Batches:
         del self.order[needed:]
 
     def of_steps(self, first: int, last: int) -> list:
-        """What these steps take from the pool, as far as the run goes."""
+        """What the steps from `first` to `last` take from the pool."""
         return [self.pool[i] for i in self.order[(first - 1) * self.per_step : last * self.per_step]]
 
-    def add_rollouts(self, rollouts: list[Group]) -> None:
-        """Online: make the next batches, of the rollouts of the prompts `of_steps`."""
-        make_units(rollouts, self.config)
-        for start in range(0, len(rollouts), self.per_step):
-            groups = rollouts[start : start + self.per_step]
-            units = [unit for group in groups for unit in group.units]
-            self.add(units[: self.config.batch_size], groups)
-
-    def make_offline(self, until: int) -> None:
-        """Offline: make the batches up to the step `until`."""
-        while self.made_until < until:
-            chosen = self.of_steps(self.made_until + 1, self.made_until + 1)
-            self.add([unit for unit, _ in chosen], [group for _, group in chosen])
-
-    def add(self, units: list[list[Sequence]], groups: list[Group]) -> None:
-        """The next step's batch, of fresh sequences from these groups."""
-        sequences = [dataclasses.replace(sequence) for unit in units for sequence in unit]
-        mismatched = self.mismatch(sequences) if self.loss.needs_mismatched else []
-        no_difference = None
-        if self.config.sample_every or self.loss.unit == "group":
-            no_difference = fmean([max(group.rewards) == min(group.rewards) for group in groups])
-        reward = fmean([fmean(group.rewards) for group in groups])
-        self.made_until += 1
-        self.pending.append(Batch(self.made_until, sequences, mismatched, reward, no_difference))
+    def make(self, until: int, rollouts: list[Group] | None = None) -> None:
+        """Make the batches up to the step `until`: online of the rollouts of the prompts `of_steps`."""
+        first = self.made_until + 1
+        if rollouts is not None:
+            make_units(rollouts, self.config)
+        for step in range(first, until + 1):
+            if rollouts is None:
+                members = self.of_steps(step, step)
+                units = [unit for unit, _ in members]
+                groups = [group for _, group in members]
+            else:
+                start = (step - first) * self.per_step
+                groups = rollouts[start : start + self.per_step]
+                units = [unit for group in groups for unit in group.units][: self.config.batch_size]
+            sequences = [dataclasses.replace(sequence) for unit in units for sequence in unit]
+            mismatched = self.mismatch(sequences) if self.loss.needs_mismatched else []
+            no_difference = None
+            if self.config.sample_every or self.loss.unit == "group":
+                no_difference = fmean([max(group.rewards) == min(group.rewards) for group in groups])
+            reward = fmean([fmean(group.rewards) for group in groups])
+            self.pending.append(Batch(step, sequences, mismatched, reward, no_difference))
+        self.made_until = until
 
     def mismatch(self, sequences: list[Sequence]) -> list[Sequence]:
         """Each prompt with the completion of the next sequence that has another prompt, for z₀."""
@@ -1741,15 +1598,12 @@ class Sampler:
 
     def __init__(self, policy: Module, tokenizer: Any, config: Config):
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
-        with explained(f"--model {config.model}: its chat template fails",
-                       "put another into the tokenizer's folder"):
+        with explained(f"--model {config.model}: its chat template fails", "put another in its folder"):
             self.stops = stop_ids(policy, tokenizer)
         self.longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
-        self.pad = self.stops[0]  # padding is masked: any token that the model knows will do
-        self.reward = None
         self.external = None  # draws instead of the policy's `generate`
-        if config.sample_every or config.eval_data is not None:  # loading one may take its time
-            self.reward = Reward(config)
+        is_asked = config.sample_every or config.eval_data is not None  # loading one may take its time
+        self.reward = Reward(config) if is_asked else None
 
     def check_rows(self, rows: list[Row]) -> None:
         """Raises UserError for the first row that lacks what the reward needs."""
@@ -1763,10 +1617,7 @@ class Sampler:
                       greedy: bool = False) -> list[Group]:
         """`size` completions with rewards for each prompt: plan the calls, draw, reward, gather. The draws
         are a function of --seed, `step` and the calls, which --sample-tokens and the number of ranks decide.
-        Raises UserError for a reward that never worked.
-
-        rows: those that the prompts' `row` counts.
-        """
+        `rows` are those that the prompts' `row` counts. UserError for a reward that never worked."""
         repeated = [group for group in prompts for _ in range(size)]
         calls = self.plan_calls(repeated)
         if self.external:
@@ -1785,10 +1636,9 @@ class Sampler:
         everything = {}
         for part in gather_from_ranks(rewarded):
             everything |= part
-        if self.reward:
-            require(any(gather_from_ranks(self.reward.worked)),
-                    f"--reward {self.config.reward} failed on every sample of the first rollouts: "
-                    f"{self.reward.failure!r:.200}")
+        if self.reward and not any(gather_from_ranks(self.reward.worked)):
+            raise UserError(f"--reward {self.config.reward} failed on every sample of the first rollouts: "
+                            f"{self.reward.failure!r:.200}")
         rollouts = []
         for number, group in enumerate(prompts):
             found = [everything[i] for i in range(number * size, (number + 1) * size)]
@@ -1820,8 +1670,7 @@ class Sampler:
             for number, places in bar:
                 ids = [repeated[i].prompt for i in places]
                 seed = seed_for(self.config.seed, "draw", step, number)
-                found = sample(self.policy, ids, self.stops, self.pad, self.config, seed, greedy)
-                drawn |= zip(places, found)
+                drawn |= zip(places, sample(self.policy, ids, self.stops, self.config, seed, greedy))
         return drawn
 
 @contextlib.contextmanager
@@ -1838,14 +1687,13 @@ def gathered(policy: Module) -> Iterator[None]:
                 module.reshard()
 
 @torch.no_grad()
-def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int, config: Config, seed: int,
+def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: Config, seed: int,
            greedy: bool = False) -> list[Completion]:
     """One completion per prompt from one call of `model.generate`: ids up to and with the first of `stops`,
     and the log-prob of each under the distribution that it was drawn from, to five digits; one that ends
-    without a stop hit --max-new-tokens. The draws are a function of `seed`; the global random state stays as
-    it was."""
+    without a stop hit --max-new-tokens. The draws are a function of `seed`, and change no global state."""
     from transformers import GenerationConfig, TemperatureLogitsWarper, TopPLogitsWarper
-
+    pad = stops[0]  # padding is masked: any token that the model knows will do
     generator = torch.Generator(policy.device).manual_seed(seed)
     logps = []  # (N, 1) for each position
     cumulative = torch.empty(0, dtype=torch.float64, device=policy.device)  # memory for all
@@ -1873,29 +1721,23 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], pad: int,
     autocast = torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.is_mixed)
     try:
         with autocast, torch.compiler.set_stance("force_eager"):
-            drawn = policy.generate(ids, attention_mask=mask,
-                                    past_key_values=prompt_cache(policy, ids, mask, config),
-                                    generation_config=settings, synced_gpus=config.shard,
-                                    logits_processor=processors)
+            cache = prompt_cache(policy, ids, mask, config)
+            drawn = policy.generate(ids, attention_mask=mask, past_key_values=cache, synced_gpus=config.shard,
+                                    generation_config=settings, logits_processor=processors)
     finally:
         policy.train(was_training)
         policy.generation_config = model_settings
 
     completions = []
     for tokens, values in zip(drawn[:, ids.shape[1] :].tolist(), torch.cat(logps, 1).tolist()):
-        end = end_of(tokens, stops)
-        completions.append((tokens[:end], [round(value, 5) for value in values[:end]]))
+        tokens = cut_at_stop(tokens, stops)
+        completions.append((tokens, [round(value, 5) for value in values[: len(tokens)]]))
     return completions
-
-def end_of(tokens: list[int], stops: list[int]) -> int:
-    """How many tokens there are up to and with the first of `stops`; without one, all."""
-    return next((i for i, token in enumerate(tokens, 1) if token in stops), len(tokens))
 
 def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor,
                 logps: list[Tensor]) -> Tensor:
-    """Scores that leave one token of each row. Where the cumulative distribution passes a random number: that
-    takes one of them, and `generate`'s own way one for each token of the vocabulary, a fifth of the whole
-    time."""
+    """Scores that leave one token of each row, where the cumulative distribution passes a random number.
+    `generate`'s own way draws a number for each token of the vocabulary, a fifth of the whole time."""
     probs = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     torch.cumsum(probs, -1, dtype=torch.float64, out=cumulative)
     total = cumulative[:, -1:]
@@ -1907,25 +1749,18 @@ def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor,
 def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> Any:
     """The keys and values of (N, T) prompts but for the last token of each, computed once where neighbours
     are the same prompt; None where that is nowhere so, or where `can_share_prompts` or FSDP is against it.
-
     Where a completion cannot be longer than the prompts, the cache has its full length from the start, in the
-    dtype of the multiplications: attention over empty places then costs less than a cache that grows with
-    each token.
-    """
+    dtype of the multiplications: empty places cost less than a cache that grows with each token."""
     from transformers import DynamicCache, StaticCache
-
     different, index = torch.cat([ids, mask], 1).unique_consecutive(dim=0, return_inverse=True)
     if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not policy.shares_prompts:
         return None
     dtype = torch.bfloat16 if torch.is_autocast_enabled(policy.device.type) else policy.dtype
-
-    class FullLengthCache(StaticCache):
-        def update(self, keys: Tensor, values: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-            return super().update(keys.to(dtype), values.to(dtype), *more)
-
     cache = DynamicCache()
     if config.max_new_tokens <= ids.shape[1]:
-        cache = FullLengthCache(config=policy.config, max_cache_len=ids.shape[1] + config.max_new_tokens)
+        cast_update = lambda self, k, v, *more: StaticCache.update(self, k.to(dtype), v.to(dtype), *more)
+        kind = type("FullLengthCache", (StaticCache,), {"update": cast_update})
+        cache = kind(config=policy.config, max_cache_len=ids.shape[1] + config.max_new_tokens)
     ids, mask = different.tensor_split(2, 1)
     ids, mask = ids[:, :-1], mask[:, :-1]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -1937,10 +1772,8 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> A
 def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     """Token ids that end a completion, the one that ends offline completions first."""
     configured = policy.generation_config.eos_token_id
-    if not isinstance(configured, list):
-        configured = [configured]
     first = tokenizer.eos_token_id
-    stops = {first, *configured} - {None}
+    stops = {first, *(configured if isinstance(configured, list) else [configured])} - {None}
     # What the chat template writes behind an answer, such as <end_of_turn>.
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "humanline"}]
     behind = render(tokenizer, turns).split("humanline")[-1].strip()
@@ -1957,9 +1790,8 @@ NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # of whi
 
 class Reward:
     """What --reward names, as a function(prompts, completions, rows) that gives a finite float for each
-    completion, or None where it failed, and raises nothing; raises UserError where it cannot be loaded.
-    Prompts are lists of messages (dicts with a `role` and a `content`), completions texts, rows dicts with
-    all that the data has."""
+    completion, or None where it failed. Prompts are lists of messages (dicts with a `role` and a `content`),
+    completions texts, rows dicts with all that the data has. UserError where it cannot be loaded."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -1968,45 +1800,41 @@ class Reward:
         if config.reward == "math":
             path = str(CONFIGS / "math_reward.py")
         self.function = exact_reward
-        if path:
-            with explained(f"--reward {config.reward}",
-                           "write FILE.py:function, a function(prompts, completions, rows) -> list of floats",
-                           math_verify="pip install math-verify"):
+        advice = "write FILE.py:function, a function(prompts, completions, rows) -> list of floats"
+        with explained(f"--reward {config.reward}", advice, math_verify="pip install math-verify"):
+            if path:
                 self.function = function_process(path, name, config.reward_seconds)
 
     def __call__(self, *samples: list) -> list[float | None]:
         """Where rewarding all of them together fails, each is rewarded alone; what still fails, or is no
         finite number, is None, and counts as --reward-failed. One warning counts them."""
-        values = self.attempt(*samples)
-        reasons = [value for value in values if isinstance(value, Exception)]
-        if reasons:
-            values = self.one_by_one(*samples)
-        good = [is_score(value) for value in values]
-        reasons += [value for value, is_good in zip(values, good) if not is_good]
-        self.worked = self.worked or any(good)
-        if reasons:
-            self.failure = reasons[0]
-            warn(f"--reward {self.config.reward}: {good.count(False)} of {len(good)} samples failed and count as "
-                 f"{self.config.reward_failed:g}; the first reason: {self.failure!r:.200}")
-        return [float(value) if is_good else None for value, is_good in zip(values, good)]
-
-    def attempt(self, *samples: list) -> list:
-        """The function's values; or for each sample why there are none."""
         count = len(samples[0])
         try:
             values = self.function(*samples)
             if not isinstance(values, list) or len(values) != count:
                 raise ValueError(f"{values!r:.60} is no list of {count}")
-            return values
+            reasons = []
         except Exception as error:
-            return [error] * count
+            values = self.one_by_one(*samples)
+            reasons = [error]
+        good = [isinstance(value, (int, float)) and abs(value) < 1e100 for value in values]
+        reasons += [value for value, is_good in zip(values, good) if not is_good]
+        self.worked = self.worked or any(good)
+        if reasons:
+            self.failure = reasons[0]
+            warn(f"--reward {self.config.reward}: {good.count(False)} of {count} samples failed and count as "
+                 f"{self.config.reward_failed:g}; the first reason: {self.failure!r:.200}")
+        return [float(value) if is_good else None for value, is_good in zip(values, good)]
 
     def one_by_one(self, *samples: list) -> list:
-        """The same of each sample alone; once three in a row took too long, no more are tried."""
+        """The value of each sample, or why there is none; after three in a row that took too long, none."""
         values, late = [], 0
         for sample in zip(*samples):
             if late < 3:
-                [value] = self.attempt(*([part] for part in sample))
+                try:
+                    [value] = self.function(*([part] for part in sample))
+                except Exception as error:
+                    value = error
             late = late + 1 if isinstance(value, TimeoutError) else 0
             values.append(value)
         return values
@@ -2033,9 +1861,8 @@ class Reference:
     """π_ref and π_old: whose log-probs are attached to which batches, and when. There is no second model.
 
     At a sync π_ref equals the policy, so one forward pass of the policy over the batches up to the next sync
-    gives all reference log-probs needed until then (lookahead). Those of batches that are still to be drawn
-    come later: the weights (with LoRA the adapters) are put aside, and the policy borrows them for a pass
-    after each drawing.
+    gives all reference log-probs needed until then (lookahead). For batches that are still to be drawn the
+    weights (with LoRA the adapters) are put aside, and the policy borrows them for a pass after each drawing.
     """
 
     def __init__(self, policy: Module, batches: Batches, config: Config):
@@ -2043,8 +1870,10 @@ class Reference:
         self.batches = batches
         self.config = config
         self.until = 0  # the last step that the present reference serves
-        # The reference's, in host memory, while they are still needed.
-        self.weights: list[Tensor] | None = None
+        self.weights: list[Tensor] | None = None  # the reference's, in host memory, while they are needed
+        self.parts = [p.detach() for p in trained(policy).values()]  # this rank's parts of the policy's
+        if config.shard:
+            self.parts = [part.to_local() for part in self.parts]
         if config.taper and not config.sample_every:  # unknown samplers: the initial policy stands in
             known = [sequence for i in sorted(set(batches.order)) for sequence in batches.pool[i][0]]
             unknown = [sequence for sequence in known if sequence.sampler_logps is None]
@@ -2059,22 +1888,15 @@ class Reference:
         if self.config.sync_k:
             self.until = min(self.until, step + self.config.sync_k)
         if not self.config.sample_every:
-            self.batches.make_offline(self.until)
+            self.batches.make(self.until)
         self.attach("ref_logps", step + 1, self.until)
         self.weights = None
         if self.batches.made_until < self.until:
-            self.put_weights_aside()
-
-    def put_weights_aside(self) -> None:
-        """The policy as it is becomes the reference of batches that are still to be drawn."""
-        present = [p.detach() for p in trained(self.policy).values()]
-        self.parts = [p.to_local() if isinstance(p, DTensor) else p for p in present]  # this rank's
-        self.weights = [part.to("cpu", copy=True) for part in self.parts]
+            self.weights = [part.to("cpu", copy=True) for part in self.parts]
 
     def after_drawing(self, step: int) -> None:
         """The batches from `step` on are newly drawn, by the policy as it is: attach their log-probs under
-        this old policy, if more than one step trains on them (if not, it is the policy itself), and under the
-        reference."""
+        the reference and this old policy (which is the policy itself where one step trains on them)."""
         drawn_until = self.batches.made_until
         if self.config.takes_old_policy and drawn_until > step:
             self.attach("old_logps", step, drawn_until)
@@ -2105,11 +1927,8 @@ class Reference:
 
 @torch.no_grad()
 def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) -> list[Tensor]:
-    """log π_θ(y_t | x, y_<t) of each sequence's completion: (len(completion),) tensors, on the CPU. The ranks
-    share the work, and all know the result."""
-    parts = {}
-    for sequence in sequences:
-        parts[id(sequence)] = torch.zeros(len(sequence.completion), device=policy.device)
+    """log π_θ(y_t | x, y_<t) of each sequence's completion, (len(completion),), on every rank's CPU."""
+    parts = {id(one): torch.zeros(len(one.completion), device=policy.device) for one in sequences}
     cuts = microbatches(policy, sequences, config)
     for x in tqdm(cuts, desc="log-probs", leave=False, delay=2, disable=RANK > 0 or None):
         logps = log_probs(policy, x.rows, config.logits_temperature)
@@ -2132,13 +1951,9 @@ def microbatches(policy: Module, sequences: list[Sequence], config: Config, step
         return []
     cuts = cut(sequences, config, policy.shares_prompts)
     known = [sequence.sampler_logps for sequence in sequences if sequence.sampler_logps is not None]
-    mean_surprisal = 0.0
-    if known:
-        mean_surprisal = -float(torch.cat(known).mean())
+    mean_surprisal = -float(torch.cat(known).mean()) if known else 0.0
     mine = cuts[RANK]
-    surplus = []
-    if config.shard:
-        surplus = [cuts[0][-1]] * (max(map(len, cuts)) - len(mine))
+    surplus = [cuts[0][-1]] * (max(map(len, cuts)) - len(mine)) if config.shard else []
     found = [make_microbatch(rows, policy.device, step, mean_surprisal, z0) for rows in mine + surplus]
     for x in found[len(mine) :]:
         x.share = 0.0
@@ -2149,36 +1964,31 @@ def make_microbatch(rows: list[list[Sequence]], device: torch.device, step: int 
     """The struct that the method sees, padded here and nowhere else."""
     sequences = list(itertools.chain(*rows))
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device, non_blocking=True)
     columns = {}
     for name in ("ref_logps", "old_logps", "sampler_logps", "rejected"):
         parts = [getattr(sequence, name) for sequence in sequences]
-        columns[name] = None
-        if all(part is not None for part in parts):
-            columns[name] = pad_sequence(parts, batch_first=True).to(device)
-    return Microbatch(rows=rows, mask=mask.to(device, non_blocking=True),
-                      advantages=torch.tensor([sequence.advantage for sequence in sequences], device=device),
-                      is_chosen=torch.tensor([sequence.is_chosen for sequence in sequences], device=device),
-                      weights=torch.tensor([sequence.weight for sequence in sequences], device=device),
-                      step=step, mean_surprisal=mean_surprisal, z0=z0, **columns)
+        is_known = all(part is not None for part in parts)
+        columns[name] = pad_sequence(parts, batch_first=True).to(device) if is_known else None
+    for name, field_name in (("advantages", "advantage"), ("is_chosen", "is_chosen"), ("weights", "weight")):
+        values = [getattr(sequence, field_name) for sequence in sequences]
+        columns[name] = torch.tensor(values, device=device)
+    return Microbatch(rows=rows, mask=mask, step=step, mean_surprisal=mean_surprisal, z0=z0, **columns)
 
 def cut(sequences: list[Sequence], config: Config, shares_prompts: bool) -> list[list[list[list[Sequence]]]]:
-    """For each rank its microbatches, each a list of rows of the forward pass, each a list of sequences.
+    """For each rank its microbatches, each a list of rows of the forward pass, each a list of sequences. All
+    ranks make the same cuts.
 
     A DPO pair stays together. Neighbours with one prompt share a row. That computes the prompt once, but
     attention runs over the whole row: up to three prompts long, that is at most 9/8 of what it costs in rows
-    of their own, and up to 256 tokens it is little next to all else. Longer rows do not pay. All ranks make
-    the same cuts.
+    of their own, and up to 256 tokens it is little next to all else. Longer rows do not pay.
     """
     in_pairs = LOSSES[config.loss].unit == "pair"
     width = lambda row: len(row[0].prompt) + sum(len(sequence.completion) for sequence in row)
     units: list[list[list[Sequence]]] = []  # what stays together: a row, or the one or two rows of a pair
     for i, sequence in enumerate(sequences):
         is_second = in_pairs and i % 2 == 1
-        row = []
-        if is_second or (units and not in_pairs):
-            row = units[-1][-1]
+        row = units[-1][-1] if is_second or (units and not in_pairs) else []
         longest = min(config.microbatch_tokens, max(3 * len(sequence.prompt), 256))
         is_neighbour = shares_prompts and row and row[0].prompt == sequence.prompt
         if is_neighbour and width([*row, sequence]) <= longest:
@@ -2212,8 +2022,7 @@ def pack(widths: list[int], tokens: float, heights: list[int] | None = None) -> 
     return packed
 
 def log_probs(model: Module, rows: list[list[Sequence]], temperature: float = 1.0) -> Tensor:
-    """log π(y_t | x, y_<t) of every completion token: (N, T), a sequence in each row from the left, 0 behind
-    it.
+    """log π(y_t | x, y_<t) of every completion token: (N, T), a sequence a row, from the left, 0 behind it.
 
     Rows are padded on the right, so that no completion token attends to padding. Sequences a, b of one row
     share their prompt p, of which only the last token comes again, before each completion:
@@ -2225,10 +2034,7 @@ def log_probs(model: Module, rows: list[list[Sequence]], temperature: float = 1.
     """
     table = []
     for row in rows:
-        ids = []
-        labels = []
-        positions = []
-        segments = []
+        ids, labels, positions, segments = [], [], [], []
         for segment, sequence in enumerate(row, 1):
             last = len(sequence.prompt) - 1
             start = 0 if segment == 1 else last
@@ -2240,8 +2046,7 @@ def log_probs(model: Module, rows: list[list[Sequence]], temperature: float = 1.
         table.append((ids, labels, positions, segments))
 
     ids, labels, positions, segments = (
-        pad_sequence([torch.tensor(row[i]) for row in table], True, -100 if i == 1 else 0) for i in range(4)
-    )
+        pad_sequence([torch.tensor(row[i]) for row in table], True, -100 if i == 1 else 0) for i in range(4))
     move = functools.partial(Tensor.to, device=model.device, non_blocking=True)
     layout = {}
     if any(len(row) > 1 for row in rows):
@@ -2262,8 +2067,7 @@ def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: fl
                      **layout: Tensor) -> Tensor:
     """Log-probs of `labels` (N, T) from token ids (N, T), by the model's trunk and its output head: (N, T).
 
-    layout: position_ids (N, T) and attention_mask (N, 1, T, T), where rows hold more than one sequence.
-    """
+    layout: position_ids (N, T) and attention_mask (N, 1, T, T), where rows hold more than one sequence."""
     hidden = model.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
     head = model.get_output_embeddings()
     text = model.config.get_text_config()
@@ -2276,11 +2080,10 @@ def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: fl
 
 def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap: float | None = None,
                 chunk_size: int = 512, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of `labels`, from the hidden states that predict them.
+    """(N, T) log-probabilities of `labels` in nats, from the hidden states that predict them; else 0.
 
     Only positions with a label meet the output head, `chunk_size` of them at a time, so that memory grows
     with chunk_size x vocabulary and not with the batch. Computed in float32 (float64 for float64 input).
-
     Paste with `TokenLogps`.
 
     Args:
@@ -2289,8 +2092,6 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap:
         labels: (N, T) token ids; -100 is ignored.
         softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2.
         temperature: then they are divided by this, as they were for sampling.
-    Returns:
-        (N, T) log-probabilities in nats, exactly 0 where the label is -100.
     """
     places = (labels != -100).flatten().nonzero()[:, 0]
     labels = labels.flatten()[places].to(hidden.device, non_blocking=True)
@@ -2305,12 +2106,8 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap:
     return logps.new_zeros(hidden.shape[:2]).index_put((places // width, places % width), logps)
 
 class TokenLogps(torch.autograd.Function):
-    """log softmax(softcap(h Wᵀ) / T)[label] of M tokens, `chunk` rows of logits at a time, in memory used
-    again.
-
-    The last two chunks wait for the backward pass, which computes the others anew: half the time of
-    checkpointing.
-    """
+    """log softmax(softcap(h Wᵀ) / T)[label] of M tokens, `chunk` rows of logits at a time. The last two
+    chunks wait for the backward pass, which computes the others anew: half the time of checkpointing."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, softcap, temperature, chunk):
@@ -2354,8 +2151,7 @@ class TokenLogps(torch.autograd.Function):
 
     @staticmethod
     def of_chunk(out, hidden, weight, labels, softcap, temperature):
-        """For n tokens: -d log-prob / d logits times a scale (n, V), that scale (n, 1), and the log-probs (n,
-        1)."""
+        """For n tokens: -d log-prob / d logits times a scale (n, V), that scale and the log-probs (n, 1)."""
         if out is None or len(out) < len(hidden):
             dtype = torch.promote_types(weight.dtype, torch.float32)
             out = torch.empty(len(hidden), len(weight), dtype=dtype, device=hidden.device)
@@ -2380,9 +2176,8 @@ class TokenLogps(torch.autograd.Function):
         return out, scale * temperature, logps
 
 # ---------- Ranks -------------------------------------------------------------------------------------------
-# One process per GPU, started by torchrun; without it, one process. Every rank knows every batch whole
-# (token ids
-# are small) and works on its share of it, so that what is exchanged is sums.
+# One process per GPU, started by torchrun; without it, one process. Every rank knows every batch whole (token
+# ids are small) and works on its share of it, so that what is exchanged is sums.
 
 RANK, WORLD_SIZE = 0, 1  # which of how many processes this is; `join_ranks` sets them
 
@@ -2393,12 +2188,10 @@ def join_ranks() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         count = torch.cuda.device_count()
-        require(device.index < count, f"rank {device.index} has no GPU, there are {count}; start so many "
-                f"with --nproc_per_node {count}")
+        require(device.index < count, f"rank {device.index} has no GPU; say --nproc_per_node {count}")
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        # A name of its own for each start: after a restart torchrun's store still holds the addresses of
-        # the dead.
+        # A name for each start: after a restart torchrun's store still holds the addresses of the dead.
         store, this_rank, ranks = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -2428,8 +2221,7 @@ def from_first_rank(make: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def ranks_in_turn() -> Iterator[None]:
-    """A machine's ranks one after the other: what the first builds the next finds, and memory holds one
-    copy."""
+    """A machine's ranks one after the other: the next finds what one builds, and memory holds one copy."""
     my_turn = int(os.environ.get("LOCAL_RANK", 0))
     for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", my_turn + 1))):
         if turn == my_turn:
@@ -2438,18 +2230,10 @@ def ranks_in_turn() -> Iterator[None]:
             dist.barrier()
 
 def seed_for(*parts: int | str) -> int:
-    """A seed for what the parts name: all randomness is a function of --seed, of the step, and of what it is
-    for."""
+    """A seed for what the parts name: all randomness is a function of --seed, the step and what it is for."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
 
-def add_over_ranks(tensors: list[Tensor]) -> None:
-    """Each tensor becomes the sum over the ranks."""
-    for pending in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-        pending.wait()
 
-def full(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered from all ranks (all must ask); any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 @torch.no_grad()
 def copy_full(target: Tensor, value: Tensor) -> None:
@@ -2463,9 +2247,8 @@ def copy_full(target: Tensor, value: Tensor) -> None:
 # A folder written beside and renamed, with the hash of every file; safetensors and JSON, never a pickle.
 
 def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference, step: int) -> None:
-    """Write everything that the next step depends on, and remove what --keep does not ask for. Randomness
-    needs nothing, as a function of the seed and the step. Rank 0 writes, tensors whole, so that any number of
-    ranks can read. What cannot be written costs a warning: the run and earlier checkpoints stay."""
+    """Write everything that the next step depends on, and remove what --keep does not ask for. Rank 0 writes,
+    tensors whole, so that any number of ranks can read. What cannot be written costs a warning."""
     from safetensors.torch import save_file
     policy, batches, config = reference.policy, reference.batches, reference.config
     tensors = gather_whole(weights_and_moments(policy, optimizer))
@@ -2498,11 +2281,9 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         warn(f"could not write {path}: {error}; what was saved before stays")
         return
     saved = sorted(path.parent.glob("step-*"))
-    # Later ones are damaged, or of a run that was taken back to an earlier step.
-    kept = [old for old in saved if old <= path][-config.keep :]
-    for old in saved:
-        if old not in kept:
-            shutil.rmtree(old)
+    kept = [old for old in saved if old <= path][-config.keep :]  # later ones: from before a damage
+    for old in set(saved) - set(kept):
+        shutil.rmtree(old)
 
 def weights_and_moments(policy: Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What a step of the optimizer changes, by kind (policy, step, exp_avg, exp_avg_sq) and parameter."""
@@ -2517,7 +2298,9 @@ def gather_whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies, gathered from all ranks, in the host memory of rank 0; on the others none."""
     copies = {}
     for name, tensor in tensors.items():
-        value = full(tensor.detach())
+        value = tensor.detach()
+        if isinstance(value, DTensor):
+            value = value.full_tensor()  # all ranks must ask
         if RANK == 0:
             copies[name] = value.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copies
@@ -2570,9 +2353,8 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
     return None
 
 # What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
-FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts "
-                  "eval_samples microbatch_tokens compile shard "
-                  "checkpoint_activations track").split()
+FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
+                  "microbatch_tokens compile shard checkpoint_activations track").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
     """Put everything back; returns the step that was the last. Raises UserError where the settings differ."""
@@ -2596,16 +2378,16 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
                 "config.toml")
     require(state["data"] == batches.fingerprint,
             f"--resume {path}: the rows of --data or the weights of --model have changed since then")
-    require(config.steps or batches.steps == settings["steps"],
-            f"--resume {path}: it was to take {settings['steps']} steps; say --steps {settings['steps']}")
-    require(state["step"] <= batches.steps <= settings["steps"],
-            f"--resume {path}: it has done {state['step']} of its planned {settings['steps']} steps, so "
-            f"--steps {batches.steps} must lie between; for more, start a run with the model of final/")
+    done, planned = state["step"], settings["steps"]
+    require(config.steps or batches.steps == planned,
+            f"--resume {path}: it was to take {planned} steps; say --steps {planned}")
+    require(done <= batches.steps <= planned, f"--resume {path}: it has done {done} of its planned {planned} "
+            f"steps, so --steps {batches.steps} must lie between; for more, train the model of final/")
 
     if state["has_reference"]:
         for name, p in trained(policy).items():
             copy_full(p, tensors.get_tensor(f"reference:{name}"))
-        reference.put_weights_aside()
+        reference.weights = [part.to("cpu", copy=True) for part in reference.parts]
     for p in trained(policy).values():
         step = torch.zeros((), device=p.device)
         optimizer.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
@@ -2617,8 +2399,7 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     return state["step"]
 
 def final_weights(policy: Module, config: Config) -> dict[str, Tensor]:
-    """What a folder of the model holds, by name, as `gather_whole` gives it: weights and buffers, a tied head
-    once; with --lora the adapters."""
+    """What a folder of the model holds, by name: weights and buffers, a tied head once; or the adapters."""
     if config.lora:
         return gather_whole(trained(policy))
     every = dict(policy.named_parameters(remove_duplicate=False))
@@ -2633,9 +2414,7 @@ base_model: {base}
 tags: [humanline, {loss}]
 ---
 
-# {base}, after {steps} steps of {loss}
-
-From `{model}`, by [Humanline: Online Alignment as Perceptual Loss](https://arxiv.org/abs/2509.24207).
+`{model}` after {steps} steps of {loss}, by [Humanline](https://arxiv.org/abs/2509.24207).
 With these settings `humanline.py --config` repeats the run:
 
 ```toml
@@ -2741,9 +2520,8 @@ def demo_settings(loss: str) -> str:
     """The settings file of the demo for a loss; of one's own, for the loss with the same unit."""
     unit = LOSSES.get(loss, LOSSES["grpo"]).unit
     like = next(name for name in LOSSES if LOSSES[name].unit == unit)
-    path = Path(__file__).with_name("configs") / "demo" / f"{like}.toml"
-    require(path.exists(),
-            f"--model and --data name nothing, and the demo, {path.parent}, is not there; give both")
+    path = CONFIGS / "demo" / f"{like}.toml"
+    require(path.exists(), f"--model and --data name nothing, and {path.parent} is not there; give both")
     return str(path)
 
 def parse_flags(args: list[str], kind: Any = Config) -> Any:
@@ -2764,11 +2542,10 @@ def parse_flags(args: list[str], kind: Any = Config) -> Any:
     raise UserError(f"{text}; {advice or 'see --help'}")
 
 GONE = {  # what to do instead of settings of earlier versions
-    "leave it out": "ref plan rollouts untyped ratio eval_greedy share_prompts draw_ahead",
+    "leave it out": "ref plan rollouts untyped ratio eval_greedy share_prompts draw_ahead on_collapse "
+                    "lora_targets schedule",
     "write sync_k": "sync_drift sync_alpha",
     "write taper = true for stale = \"taper\"": "stale",
-    "leave it out; a collapse is warned of": "on_collapse",
-    "leave it out; all linear layers get an adapter": "lora_targets",
     "merge final/ with peft, as in the README": "merge",
     "write one JSON object, such as '{\"enable_thinking\": false}'": "template_values",
     "set HUMANLINE_SAMPLER_COMMAND or _WEIGHTS, as configs/external.py says":
@@ -2776,7 +2553,6 @@ GONE = {  # what to do instead of settings of earlier versions
     "set SECONDS in configs/external.py": "sampler_seconds",
     "for several write a function that adds them, as configs/rewards.py:math_recipe": "reward",
     "temperature and top_p hold for both; for others, eval.py accuracy": "eval_temperature eval_top_p",
-    "leave it out; the rate is constant after the warmup": "schedule",
 }
 
 def instead_of(name: str) -> str:

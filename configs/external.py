@@ -133,7 +133,7 @@ def checked(answer: list, prompts: int, count: int, settings: dict, vocabulary: 
         is_right = [len(group) for group in answer] == [count] * prompts
         for ids, logps in itertools.chain(*answer):
             is_ended = len(ids) == longest or ids[-1] in stops
-            is_cut = humanline.end_of(ids, stops) == len(ids) == len(logps) <= longest
+            is_cut = humanline.cut_at_stop(ids, stops) == ids and len(ids) == len(logps) <= longest
             is_known = all(token in vocabulary for token in ids)
             is_logp = all(-math.inf < value < 0.01 for value in logps)
             is_right = is_right and is_ended and is_cut and is_known and is_logp

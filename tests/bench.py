@@ -393,7 +393,7 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
         return new * count if real else int(((drawn[:, ids.shape[1] :] % 128 == 0).cumsum(1) == 0).sum()) + count
 
     def trainers() -> int:
-        return sum(len(ids) for ids, _ in humanline.sample(policy, prompts, stops, 0, config, 0))
+        return sum(len(ids) for ids, _ in humanline.sample(policy, prompts, stops, config, 0))
 
     ways = {"as the trainer samples": trainers, "generate, plain": plain}
     rates, busy = ({name: [] for name in ways} for _ in range(2))

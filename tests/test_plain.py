@@ -188,7 +188,7 @@ QUICK = [
      "torch.expm1(log_ratio) - log_ratio",
      "grpo, KL"),
     ("warmup is off by one",
-     "learning_rate", "min(1, step / max(1, warmup))",
+     "train", "min(1, step / max(1, warmup))",
      "min(1, (step - 1) / max(1, warmup))",
      "dpo, plain, offline"),
 ]

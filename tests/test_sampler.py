@@ -339,7 +339,7 @@ PROMPTS = [[40, 41, 42]] * 3 + [[50]] * 2 + [[60, 61]] + [[40, 41, 42]]  # equal
 def test_draws_have_the_probabilities_that_they_report(tiny, settings):
     policy, _, config = policy_of(tiny, max_new_tokens=1, **settings)
     count = 20_000
-    drawn = humanline.sample(policy, [[40, 41, 42]] * count, [3], 3, config, 0)
+    drawn = humanline.sample(policy, [[40, 41, 42]] * count, [3], config, 0)
     reported = {ids[0]: logps[0] for ids, logps in drawn}
     logits = policy(torch.tensor([[40, 41, 42]])).logits[0, -1].detach() / config.temperature
     values, order = logits.softmax(-1).sort(descending=True)
@@ -360,13 +360,13 @@ def test_a_prompt_that_is_computed_once_changes_no_completion(tiny, monkeypatch,
     policy, _, config = policy_of(tiny, max_new_tokens=longest, temperature=0.001, dtype=dtype)
     caches, prompt_cache = [], humanline.prompt_cache
     monkeypatch.setattr(humanline, "prompt_cache", lambda *args: caches.append(prompt_cache(*args)) or caches[-1])
-    together = humanline.sample(policy, PROMPTS, [3], 3, config, 0)
-    alone = [humanline.sample(policy, [prompt], [3], 3, config, 0)[0] for prompt in PROMPTS]
+    together = humanline.sample(policy, PROMPTS, [3], config, 0)
+    alone = [humanline.sample(policy, [prompt], [3], config, 0)[0] for prompt in PROMPTS]
     assert type(caches[0]).__name__ == cache and caches[1:] == [None] * len(PROMPTS)
     if dtype != "bfloat16":  # whose logits have ties, between which the draw is random
         assert [ids for ids, _ in together] == [ids for ids, _ in alone]
     config.temperature = 1.0
-    for prompt, (ids, logps) in zip(PROMPTS, humanline.sample(policy, PROMPTS, [3], 3, config, 0)):
+    for prompt, (ids, logps) in zip(PROMPTS, humanline.sample(policy, PROMPTS, [3], config, 0)):
         expected = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         tolerance = 2e-4 if dtype == "float32" else 0.1
         assert logps == pytest.approx(expected[range(len(ids)), ids].tolist(), abs=tolerance)
@@ -385,7 +385,7 @@ def test_no_cache_outlives_its_drawing(tiny, monkeypatch, longest):
     monkeypatch.setattr(humanline, "prompt_cache", watched)
     gc.disable()  # on a GPU nobody waits for it
     try:
-        humanline.sample(policy, PROMPTS, [3], 3, config, 0)
+        humanline.sample(policy, PROMPTS, [3], config, 0)
         assert len(caches) == 1 and caches[0]() is None
     finally:
         gc.enable()
@@ -394,7 +394,7 @@ def test_no_cache_outlives_its_drawing(tiny, monkeypatch, longest):
 def test_drawing_leaves_the_global_random_state_alone_and_is_a_function_of_the_seed(tiny):
     policy, _, config = policy_of(tiny, max_new_tokens=5)
     state = torch.random.get_rng_state()
-    first, again, other = (humanline.sample(policy, PROMPTS, [3], 3, config, seed) for seed in (1, 1, 2))
+    first, again, other = (humanline.sample(policy, PROMPTS, [3], config, seed) for seed in (1, 1, 2))
     assert first == again != other and torch.equal(torch.random.get_rng_state(), state)
 
 
