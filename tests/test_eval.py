@@ -1,16 +1,15 @@
 """What eval.py says after a run: the estimates are right, the uncertainty is honest, bad input is said in a line."""
 
 import doctest
-import importlib.util
 import itertools
 import json
 import math
-import random
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,13 +35,10 @@ def ask(tmp_path, monkeypatch, capsys):
     return run
 
 
-def numbers(line: str) -> list[float]:
-    return [float(text) for text in re.findall(r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?", line)]
-
-
 def line_of(text: str, start: str) -> list[float]:
     """The numbers behind `start` in the line that begins with it."""
-    return numbers(next(line for line in text.splitlines() if line.strip().startswith(start)).strip()[len(start) :])
+    line = re.search(rf"^ *{re.escape(start)}(.*)", text, re.M)[1]
+    return [float(number) for number in re.findall(r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?", line)]
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -137,11 +133,10 @@ def test_accuracy_is_what_its_samples_say(ask, tiny, problems, tmp_path):
     answers = [row["answer"] for row in read_lines(Path(problems))]
     assert len(lines) == 2 * 30 * (4 + 1)
     assert all(line["reward"] == (line["completion"].strip() == answers[line["row"]].strip()) for line in lines)
-    own = lines[: len(lines) // 2]
-    sampled, greedy = ([line for line in own if line["kind"] == kind] for kind in ("sampled", "greedy"))
-    correct = [sum(line["reward"] for line in sampled if line["row"] == row) for row in range(30)]
-    assert sum(correct) > 0
+    sampled, greedy = lines[:120], lines[120:150]
     mean = lambda key, of=sampled: np.mean([line[key] for line in of])
+    assert mean("reward") > 0
+    correct = np.reshape([line["reward"] for line in sampled], (30, 4)).sum(1)
     pass_at_2 = np.mean([pass_at_k(4, int(c), 2) for c in correct])
     expected = [mean("reward"), pass_at_2, mean("reward", greedy), mean("tokens"), mean("truncated")]
     assert line_of(said, tiny)[::3] == pytest.approx(expected, abs=6e-4)
@@ -165,8 +160,8 @@ def test_greedy_answers_are_the_likeliest_and_nothing_is_written_over(ask, tiny,
 
 def test_a_run_of_a_loss_of_ones_own_is_measured_with_all_its_settings(ask, run, problems, monkeypatch):
     folder = run("--loss dpo --beta 0.2", data="pairs")
-    settings = (folder / "config.toml").read_text().replace('"dpo"', '"mine"')
-    (folder / "config.toml").write_text(settings)
+    settings = folder / "config.toml"
+    settings.write_text(settings.read_text().replace('"dpo"', '"mine"'))
     monkeypatch.setattr(humanline, "LOSSES", dict(humanline.LOSSES))
     said = ask(f"accuracy --model {folder} --data {problems} --limit 2 --samples 2 --max-new-tokens 3")
     assert "pass@1" in said
@@ -175,12 +170,12 @@ def test_a_run_of_a_loss_of_ones_own_is_measured_with_all_its_settings(ask, run,
 def test_a_runs_own_settings_are_used_and_flags_override_them(ask, run, problems, tmp_path):
     folder = run("--prompt-template <{prompt}> --system hi --max-new-tokens 3 --temperature 0.7 --seed 42 --steps 1")
     with open(folder / "config.toml", "a") as file:  # as if of many ranks, adapters and a package that is not here
-        file.write('\nshard = true\ntrack = "wandb"\nlora = 4\nlora_alpha = 8\n')
+        file.write(f'\nshard = true\ntrack = "wandb"\nlora = 4\nlora_alpha = 8\neval_data = "{problems}"\n')
     opened = []
-    for spec, more in ((folder, ""), (folder / "final", "--prompt-template [{prompt}]")):
-        ask(f"accuracy --model {spec} --data {problems} --limit 4 --samples 1 --out {len(opened)}.jsonl {more}")
+    for spec, more in ((folder, ""), (folder / "final", "--prompt-template [{prompt}] --max-new-tokens 2")):
+        ask(f"accuracy --model {spec} --limit 4 --samples 1 --out {len(opened)}.jsonl {more}")
         lines = read_lines(tmp_path / f"{len(opened)}.jsonl")
-        assert max(line["tokens"] for line in lines) == 3
+        assert max(line["tokens"] for line in lines) == 3 - len(opened)
         opened.append([message["content"][0] for message in lines[0]["prompt"]])
     assert opened == [["h", "<"], ["h", "["]]
     config = evaluation.settings_of(str(folder), evaluation.Accuracy(model=()))
@@ -238,8 +233,8 @@ def test_the_higher_reward_wins_and_ties_count_half(ask, tiny, data_files, tmp_p
     assert math.isclose(line_of(said, "win rate")[0], np.mean([pair["preference"] for pair in pairs]), abs_tol=6e-4)
 
 
-def test_a_run_is_asked_in_its_own_template_and_a_model_beside_it_as_the_run_is(run, tiny, problems, judges, tmp_path,
-                                                                                 monkeypatch):
+def test_a_run_is_asked_in_its_own_template_and_a_model_beside_it_as_the_run_is(
+        ask, run, tiny, problems, judges, monkeypatch):
     one, other = (run(f"--prompt-template {word}{{prompt}} --max-new-tokens 3 --steps 1") for word in "QR")
     encode, asked = evaluation.encode, []
 
@@ -247,20 +242,10 @@ def test_a_run_is_asked_in_its_own_template_and_a_model_beside_it_as_the_run_is(
         asked.append(rows[0].prompt[0]["content"][0] + str(sampler.config.max_new_tokens))
         return encode(sampler, rows, offline)
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluation, "encode", note)
     for model, against in ((one, other), (one, tiny), (tiny, one)):
-        sides = f"--model {model} --against {against}"
-        assert evaluation.main(f"winrate {sides} --data {problems} --judge {judges}:longer --limit 3".split()) == 0
+        ask(f"winrate --model {model} --against {against} --data {problems} --judge {judges}:longer --limit 3")
     assert asked == ["Q3", "R3", "Q3", "Q3", "Q3", "Q3"]
-
-
-def test_a_reward_that_always_fails_makes_no_tie(tiny, problems, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "wrong.py").write_text("def score(prompts, completions, rows):\n    raise ValueError('no')\n")
-    flags = f"--data {problems} --reward wrong.py:score --limit 2 --samples 2 --max-new-tokens 3"
-    assert evaluation.main(f"winrate --model {tiny} --against {tiny} {flags}".split()) == 2
-    assert "error: --reward wrong.py:score failed on every sample: " in capsys.readouterr().err
 
 
 # data.
@@ -268,12 +253,16 @@ def test_a_reward_that_always_fails_makes_no_tie(tiny, problems, tmp_path, monke
 @pytest.fixture(scope="session")
 def two_sources(tiny, tmp_path_factory):
     """Scored groups that the tiny model has drawn itself, and that it would never draw."""
-    folder, chance, rows = tmp_path_factory.mktemp("sources"), random.Random(0), rows_of("prompts", 40)
-    other = [["".join(chance.choice("uvwxyzUVWXYZ") for _ in range(4)) for _ in range(4)] for _ in rows]
-    scored = lambda texts: [dict(row, completions=own, scores=[1, 0, 0, i % 2])
-                            for i, (row, own) in enumerate(zip(rows, texts))]
-    return {name: write_jsonl(folder / f"{name}.jsonl", scored(texts))
-            for name, texts in (("own", drawn_texts(tiny, rows, 4, 6)), ("other", other))}
+    folder = tmp_path_factory.mktemp("sources")
+    rows = rows_of("prompts", 40)
+    texts = dict(
+        own=drawn_texts(tiny, rows, 4, 6),
+        other=[["XZYW", "WUVX", "zyxU", "VzUW"]] * 40)
+    files = {}
+    for name, completions in texts.items():
+        scored = [dict(row, completions=own, scores=[1, 0, 0, 1]) for row, own in zip(rows, completions)]
+        files[name] = write_jsonl(folder / f"{name}.jsonl", scored)
+    return files
 
 
 def test_data_ranks_what_the_model_finds_likely_first_and_says_so(ask, tiny, two_sources, tmp_path):
@@ -348,24 +337,6 @@ def test_plot_puts_seeds_into_one_line_and_keeps_settings_apart(ask, run, tmp_pa
     assert math.isclose(lines[4]["speed"], sum(line["tokens"] for line in metrics(runs[0])) / total)
 
 
-@pytest.fixture
-def curves(monkeypatch):
-    """curves[title] -> [(x, y) of each line] of the last figure."""
-    from matplotlib.figure import Figure
-
-    drawn, savefig = {}, Figure.savefig
-
-    def keep(figure, *args, **options):
-        drawn.clear()
-        for axes in figure.axes:
-            drawn[axes.get_title(loc="left")] = [tuple(map(list, line.get_data())) for line in axes.lines]
-            drawn["x"] = axes.get_xlabel()
-        savefig(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return drawn
-
-
 # What is wrong is said in one line, with exit status 2, before anything is written.
 
 @pytest.fixture(scope="module")
@@ -397,13 +368,14 @@ def other_vocabulary(tiny, tmp_path_factory):
      "it must return 3 probabilities"),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:hangs --limit 4 --max-new-tokens 3 "
      "--reward-seconds 0.2", "give it more time with --reward-seconds"),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --reward judges.py:wrong --limit 2 --max-new-tokens 3",
+     "--reward judges.py:wrong failed on every sample: "),
     ("data --model TINY --data prompts.jsonl", "--data prompts.jsonl: prompts without completions"),
     ("data --model TINY --data latin-1.jsonl", "--data latin-1.jsonl"),
     ("perception --model TINY --data groups.jsonl", "--ref and --data: name the model that"),
     ("perception --model TINY --ref OTHER --data groups.jsonl", "its vocabulary is not that of"),
     ("perception --model TINY --ref TINY --data groups.jsonl --max-new-tokens 2", "so that every outcome is 0"),
     ("plot", "plot: name the folders of runs"),
-    ("plot runs/none", "plot runs/none: no such run"),
     ("plot young", "plot young: its metrics.jsonl has no step yet"),
     ("plot old --metrics los", "--metrics los: no run has measured that; did you mean 'loss'?"),
     ("plot --out curves.pdf", "--out curves.pdf: it must end in .png or .svg"),
@@ -425,7 +397,8 @@ def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other
     status = evaluation.main(command.replace("TINY", tiny).replace("OTHER", str(other_vocabulary)).split())
     said = capsys.readouterr()
     assert (status, said.out) == (2, "") and not Path("evals").exists()
-    assert re.fullmatch(r"eval\.py: error: [^\n]+\n", said.err) and complaint in said.err, said.err
+    [line] = [line for line in said.err.splitlines() if "warning" not in line]
+    assert line.startswith("eval.py: error: ") and complaint in line
 
 
 def test_the_command_line_works_as_typed(tmp_path):
@@ -438,16 +411,12 @@ def test_the_command_line_works_as_typed(tmp_path):
 # --track, in humanline.py.
 
 
-def test_a_tracker_gets_every_line_of_the_metrics(run, tmp_path, monkeypatch):
-    (tmp_path / "wandb.py").write_text(
-        "lines = []\ndef init(**settings):\n    import wandb\n    wandb.settings = settings\n    return wandb\n"
-        "def log(line, step):\n    lines.append((step, dict(line)))\n")
+def test_a_tracker_gets_every_line_of_the_metrics(run, monkeypatch):
     with pytest.raises(humanline.UserError, match="--track absent: No module named 'absent'; pip install it"):
         run("--track absent")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    settings, lines = {}, []
+    tracker = SimpleNamespace(init=lambda **given: settings.update(given),
+                              log=lambda line, step: lines.append((step, dict(line))))
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
     folder = run("--track wandb --steps 3")
-    import wandb
-
-    assert wandb.lines == [(line["step"], line) for line in metrics(folder)] and wandb.settings["config"]["steps"] == 3
-    monkeypatch.delitem(sys.modules, "wandb")
+    assert lines == [(line["step"], line) for line in metrics(folder)] and settings["config"]["steps"] == 3
