@@ -1,8 +1,8 @@
 """Rows on disk -> groups -> what each loss trains on; and the published shapes of well-known data sets."""
 
-import csv
 import json
 
+import datasets
 import pytest
 import torch
 from conftest import rows_of, write_jsonl
@@ -28,37 +28,23 @@ def units(loss, *groups):
     return [unit for group in groups for unit in group.units]
 
 
-def chosen(loss, group):
-    """Each unit's completions, and which of them are chosen."""
-    return [[(sequence.completion, sequence.is_chosen) for sequence in unit] for unit in units(loss, group)]
-
-
 GROUP = Group(0, [1, 2], [[10], [11], [12], [13]], [0.0, 3.0, 1.0, 0.0])
 TIED = Group(0, [1, 2], [[10], [11]], [1.0, 1.0])
-PAIR = Group(0, [1, 2], [[10], [11]], [1.0, 0.0])
 LABEL = Group(0, [1, 2], [[10]], [1.0], labelled=True)
 UNWANTED = Group(0, [1, 2], [[10]], [0.0], labelled=True)
 
 
 @pytest.mark.parametrize("loss, group, expected", [
     ("dpo", GROUP, [[([11], True), ([10], False)]]),  # the best and the worst
-    ("dpo", PAIR, [[([10], True), ([11], False)]]),
     ("dpo", TIED, []),
+    ("kto", TIED, []),
     ("kto", GROUP, [[([10], False)], [([11], True)], [([12], False)], [([13], False)]]),  # above the mean or not
     ("kto", LABEL, [[([10], True)]]),
     ("kto", UNWANTED, [[([10], False)]]),
 ])
 def test_what_a_loss_makes_of_a_group(loss, group, expected):
-    assert chosen(loss, group) == expected
-
-
-def test_grpo_keeps_the_group_together_with_its_advantages():
-    (unit,) = units("grpo", GROUP)
-    assert [sequence.completion for sequence in unit] == GROUP.completions
-    assert sum(sequence.advantage for sequence in unit) == pytest.approx(0, abs=1e-12)
-    assert unit[1].advantage == pytest.approx(2 / (1.5**0.5 + 0.01))
-    assert [sequence.is_chosen for sequence in unit] == [False, True, False, False]
-    assert not any(sequence.advantage or sequence.is_chosen for sequence in units("grpo", TIED)[0])
+    made = [[(sequence.completion, sequence.is_chosen) for sequence in unit] for unit in units(loss, group)]
+    assert made == expected
 
 
 def test_kto_weighs_both_kinds_the_same_unless_told_otherwise():
@@ -73,32 +59,15 @@ def test_kto_weighs_both_kinds_the_same_unless_told_otherwise():
     assert weights(LABEL) == [1.0]
 
 
-def test_kto_is_mismatched_with_the_completion_of_another_prompt():
-    labelled = [Group(i, [i // 2], [[10 + i]], [1.0], labelled=True) for i in range(3)]
-    batches = Batches(Config(loss="kto", sample_every=1), labelled, 64)
-    batches.add(units("kto", *labelled), labelled)
-    batch = batches.pending.pop()
-    mismatched = [(sequence.prompt, sequence.completion) for sequence in batch.mismatched]
-    assert mismatched == [([0], [12]), ([0], [12]), ([1], [10])]
-    assert batches.mismatch(batch.sequences[:2]) == []
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("ending", ["JSONL", "json", "csv", "parquet"])
 def test_every_file_format_gives_the_same_rows(tmp_path, ending):
     rows, path = rows_of("pairs", 5), tmp_path / f"rows.{ending}"
-    if ending == "jsonl":
-        write_jsonl(path, rows)
-    elif ending == "json":
+    table = datasets.Dataset.from_list(rows)
+    if ending == "json":
         path.write_text(json.dumps(rows))
-    elif ending == "csv":
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
     else:
-        import datasets
-
-        datasets.Dataset.from_list(rows).to_parquet(path)
+        write = dict(JSONL=table.to_json, csv=table.to_csv, parquet=table.to_parquet)
+        write[ending](path)
     read = humanline.read_rows(str(path), Config(), "--data")
     assert [(row.prompt, row.completions, row.rewards) for row in read] == \
         [([USER(row["prompt"])], [row["chosen"], row["rejected"]], [1.0, 0.0]) for row in rows]
@@ -106,12 +75,10 @@ def test_every_file_format_gives_the_same_rows(tmp_path, ending):
 
 
 def test_a_folder_with_a_split_is_read_like_a_hub_name(tmp_path):
-    folder = tmp_path / "set"
-    folder.mkdir()
-    write_jsonl(folder / "train.jsonl", rows_of("pairs", 5))
-    write_jsonl(folder / "test.jsonl", rows_of("pairs", 3))
-    assert len(humanline.read_rows(str(folder), Config(), "--data")) == 5
-    assert len(humanline.read_rows(f"{folder}:test", Config(), "--data")) == 3
+    write_jsonl(tmp_path / "train.jsonl", rows_of("pairs", 5))
+    write_jsonl(tmp_path / "test.jsonl", rows_of("pairs", 3))
+    for spec, count in ((tmp_path, 5), (f"{tmp_path}:test", 3)):
+        assert len(humanline.read_rows(str(spec), Config(), "--data")) == count
 
 
 # Rows of exactly the published schemas: as `read_row` sees them, and through a file as the hub holds it.
@@ -128,17 +95,12 @@ PUBLISHED = {  # name: (row, prompt, completions, rewards)
     "HH-RLHF": ({"chosen": "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Old?\n\nAssistant: Quite.",
                  "rejected": "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Old?\n\nAssistant: No."},
                 [USER("Hi"), ASSISTANT("Hello!"), USER("Old?")], ["Quite.", "No."], [1.0, 0.0]),
-    "TRL DPO standard": (
-        {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
-        [USER("The sky is")], [" blue.", " green."], [1.0, 0.0]),
     "TRL DPO conversational": (
         {"prompt": [USER("Sky?")], "chosen": [ASSISTANT("Blue.")], "rejected": [ASSISTANT("Green.")]},
         [USER("Sky?")], ["Blue.", "Green."], [1.0, 0.0]),
     "TRL DPO conversational, implicit": (
         {"chosen": [USER("Sky?"), ASSISTANT("Blue.")], "rejected": [USER("Sky?"), ASSISTANT("Green.")]},
         [USER("Sky?")], ["Blue.", "Green."], [1.0, 0.0]),
-    "TRL KTO standard": (
-        {"prompt": "The sky is", "completion": " blue.", "label": True}, [USER("The sky is")], [" blue."], [1.0]),
     "TRL KTO conversational": (
         {"prompt": [USER("Sky?")], "completion": [ASSISTANT("Green.")], "label": False},
         [USER("Sky?")], ["Green."], [0.0]),
@@ -148,8 +110,6 @@ PUBLISHED = {  # name: (row, prompt, completions, rewards)
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_rows_of_a_published_schema_are_read_as_they_stand(tmp_path, name):
-    import datasets
-
     fields, prompt, completions, rewards = PUBLISHED[name]
     datasets.Dataset.from_list([fields]).to_parquet(tmp_path / "rows.parquet")
     [as_on_the_hub] = humanline.read_rows(f"{tmp_path}/rows.parquet", Config(), "--data")
@@ -162,12 +122,14 @@ def test_hh_rlhf_rows_that_differ_before_the_last_turn_or_end_without_an_answer_
         tmp_path, capsys):
     start = "\n\nHuman: Hi there\n\nAssistant: Hello!\n\nHuman: How old\nare you?\n\nAssistant:"
     good = {"chosen": start + " Quite old.", "rejected": start + " No."}
-    assert read(good).prompt[-1] == USER("How old\nare you?")
-    bad = [dict(good, rejected=good["rejected"].replace("Hello!", "Hey!")), dict(good, rejected=start),
-           dict(good, chosen=start + " Old.\n\nHuman: So?")]
-    assert [read(row) for row in bad] == [None] * 3
-    rows = humanline.read_rows(write_jsonl(tmp_path / "hh.jsonl", [good, *bad]), Config(), "--data")
-    assert len(rows) == 1 and "dropped 3 rows whose dialogues differ before" in capsys.readouterr().err
+    bad = [
+        dict(good, rejected=good["rejected"].replace("Hello!", "Hey!")),
+        dict(good, rejected=start),
+        dict(good, chosen=start + " Old.\n\nHuman: So?"),
+    ]
+    [row] = humanline.read_rows(write_jsonl(tmp_path / "hh.jsonl", [good, *bad]), Config(), "--data")
+    assert row.prompt[-1] == USER("How old\nare you?")
+    assert "dropped 3 rows whose dialogues differ before" in capsys.readouterr().err
 
 
 def test_only_a_text_that_begins_with_a_turn_is_a_transcript():
@@ -184,6 +146,7 @@ def test_only_a_text_that_begins_with_a_turn_is_a_transcript():
 def test_no_turn_of_a_prompt_gets_lost_where_the_answers_are_dialogues(prompt, turns):
     row = lambda start: dict(prompt=prompt, chosen=[*start, ASSISTANT("yes")], rejected=[*start, ASSISTANT("no")])
     assert read(row(prompt)).prompt == prompt
+    assert read(dict(row(prompt), prompt="Hi")).prompt == prompt
     with pytest.raises(UserError, match="'prompt' is not among the turns before the answers"):
         read(row(turns))
 
@@ -197,47 +160,22 @@ def test_a_part_of_a_message_that_would_be_lost_is_refused():
     assert read(dict(prompt=[USER("2+2?") | dict(tool_calls=None)], chosen="4", rejected="5")).prompt == [USER("2+2?")]
 
 
-@pytest.mark.parametrize("rows, expected", [
-    ([dict(prompt="a", chosen="b", rejected="c"), ["x"]], "row 2 cannot be read: 'list' object"),
-    ([dict(prompt="a", chosen="b")], "row 1 cannot be read: no 'rejected'"),
-    ([dict(answer="a")], "row 1: no 'prompt'"),
-    ([dict(prompt="a", completion="b", label="yes")], "row 1: a score or label is 'yes'; it must be a number"),
-    ([dict(prompt="a", output_A="b", output_B="c", label="B")], "row 1: a score or label is 'B'"),
-    ([dict(prompt="a", completions=["b", "c"], scores=[1])], "row 1: 2 completions have 1 scores"),
-    ([dict(prompt="a", completions=["b", "c"], scores=[1, float("nan")])], "row 1: a score or label is nan"),
-    ([dict(prompt=[dict(role="user")])], "row 1 cannot be read: no 'content'"),
-    ([dict(prompt=[dict(role="user", content=["a"])])], r"row 1: a message's content is \['a'\], not text"),
-    ([dict(prompt=" ", chosen="b", rejected="c")], "row 1: an empty text of the user"),
-    ([], "no rows"),
-])
-def test_a_row_that_cannot_be_read_is_named(tmp_path, rows, expected):
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    with pytest.raises(UserError, match=expected):
-        humanline.read_rows(f"{tmp_path}/rows.json", Config(), "--data")
-
-
-def test_another_name_of_a_column_is_one_line(monkeypatch):
-    monkeypatch.setitem(humanline.COLUMN_NAMES, "response", "completion")
-    assert read(dict(question="a", response="b", label=1)).completions == ["b"]
-
-
 def test_halos_feedback_files(tmp_path):
     common = dict(prompt=[USER("Hi")], split="train")
     binary = read(dict(common, prompt_id=0, output=[ASSISTANT("Yes")], label=1, reward=0.7, type="binary_feedback"))
     assert binary.labelled and binary.rewards == [1.0] and binary.completions == ["Yes"]
     for label in (1, 0):
-        pair = read(dict(common, prompt_id=0, output_A=[ASSISTANT("A")], output_B=[ASSISTANT("B")], label=label,
-                         reward_A=1.0, reward_B=0.2, reward_difference=0.8, type="pairwise_feedback"))
+        pair = read(dict(
+            common, prompt_id=0, output_A=[ASSISTANT("A")], output_B=[ASSISTANT("B")], label=label,
+            reward_A=1.0, reward_B=0.2, reward_difference=0.8, type="pairwise_feedback"))
         assert (pair.completions, pair.rewards, pair.labelled) == (["A", "B"], [label, 1 - label], False)
-    path = tmp_path / "scalar.json"
-    say = lambda i: dict(prompt_id=i // 3, output=[ASSISTANT(f"say {i}")], reward=i / 10, type="scalar_feedback")
-    path.write_text(json.dumps([dict(common, **say(i)) for i in range(6)]))
-    rows = humanline.read_rows(str(path), Config(), "--data")
-    assert [row.completions for row in rows] == [["say 0", "say 1", "say 2"], ["say 3", "say 4", "say 5"]]
-    assert rows[1].rewards == [0.3, 0.4, 0.5]
-    other = dict(say(2), prompt=[USER("Bye")])  # two runs may share an id
-    path.write_text(json.dumps([dict(common, **say(0)), dict(common, **say(1)), other, other]))
-    assert [len(row.rewards) for row in humanline.read_rows(str(path), Config(), "--data")] == [2, 2]
+    scalar = [
+        dict(common, prompt_id=i // 3, output=[ASSISTANT(f"say {i}")], reward=i / 10, type="scalar_feedback")
+        for i in range(6)]
+    scalar[2]["prompt"] = [USER("Bye")]  # two runs may share an id
+    rows = humanline.read_rows(write_jsonl(tmp_path / "scalar.jsonl", scalar), Config(), "--data")
+    assert [row.completions for row in rows] == [["say 0", "say 1"], ["say 2"], ["say 3", "say 4", "say 5"]]
+    assert rows[2].rewards == [0.3, 0.4, 0.5]
 
 
 def test_system_message_and_prompt_template_surround_the_prompt():
@@ -249,8 +187,6 @@ def test_system_message_and_prompt_template_surround_the_prompt():
     assert read(rollout, prompt_template="{prompt} Box it.").prompt == [USER("1+1? Box it.")]  # it has been filled in
     row = read({"prompt": "1+1?", "topic": "a {prompt}"}, prompt_template="On {topic}: {prompt} \\frac{1}{2}")
     assert row.prompt == [USER("On a {prompt}: 1+1? \\frac{1}{2}")]
-    with pytest.raises(UserError, match="row 1: no 'topik', which --prompt-template asks for"):
-        read({"prompt": "1+1?", "topic": "a"}, prompt_template="On {topik}: {prompt}")
 
 
 # Encoding.
@@ -266,16 +202,12 @@ def test_completions_end_in_one_eos_and_prompts_begin_with_one_bos(tiny):
     assert [tokenizer.decode(ids) for ids in group.completions] == ["2<eos>", "3<eos>"]
 
 
-@pytest.mark.parametrize("settings, kept", [({}, [0, 1]), (dict(max_prompt_length=20), [0]), (dict(max_length=9), [])])
+@pytest.mark.parametrize("settings, kept", [({}, [0, 1]), (dict(max_prompt_length=20), [0]), (dict(max_length=20), [0])])
 def test_over_long_rows_are_dropped_and_counted_in_one_warning(tiny, capsys, settings, kept):
-    rows = [{"prompt": "p" * 5, "chosen": "a", "rejected": "b"}, {"prompt": "p" * 40, "chosen": "a", "rejected": "b"},
-            {"prompt": "p" * 80, "chosen": "a", "rejected": "b"}, {"prompt": "p" * 5, "chosen": "a" * 80, "rejected": "b"}]
-    sampler = sampler_of(tiny, **settings)
-    if not kept:
-        with pytest.raises(UserError, match="no row is left"):
-            humanline.encode_rows([read(row) for row in rows[1:]], sampler)
-        return
-    assert [group.row for group in humanline.encode_rows([read(row) for row in rows], sampler)] == kept
+    lengths = (5, 1), (40, 1), (80, 1), (5, 80)
+    rows = [dict(prompt="p" * prompt, chosen="a" * chosen, rejected="b") for prompt, chosen in lengths]
+    _, groups = encoded(tiny, rows, **settings)
+    assert [group.row for group in groups] == kept
     assert capsys.readouterr().err.strip().endswith(f"--data: dropped {4 - len(kept)} rows as over-long; see --max-length")
 
 
@@ -302,5 +234,5 @@ def test_every_epoch_sees_every_unit_once_in_an_order_of_its_own():
 
 
 def test_a_completion_without_a_label_is_a_prompt_to_draw_from():
-    row = humanline.read_row(dict(prompt="a", output="b"), "row 1", Config(sample_every=1))
-    assert (row.prompt[0]["content"], row.completions, row.fields["output"]) == ("a", [], "b")
+    row = read(dict(prompt="a", output="b", label=None), sample_every=1)
+    assert (row.prompt, row.completions, row.fields["output"]) == ([USER("a")], [], "b")
