@@ -2,12 +2,10 @@
 
 import dataclasses
 import inspect
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,12 +22,6 @@ def parse(flags: str) -> Config:
 
 # Configuration.
 
-def test_humanline_switches_both_parts_and_each_part_is_one_flag():
-    parts = lambda flags: (parse(flags).sync_k, parse(flags).perception)
-    assert parts("") == (8, "clip") and parts("--no-humanline") == (0, "none")
-    assert parts("--sync-k 0") == (0, "clip") and parts("--perception none") == (8, "none")
-
-
 @pytest.mark.parametrize("flags, words", [
     ("", "GRPO, humanline with taper"), ("--no-taper", "GRPO, humanline"), ("--no-humanline --no-taper", "GRPO, plain"),
     ("--model x --data y --loss dpo --perception none", "DPO, humanline's sync alone"),
@@ -38,9 +30,8 @@ def test_a_run_is_called_what_it_is(flags, words):
     assert humanline.in_words(parse(flags)) == words
 
 
-def test_defaults_fit_the_demo_and_any_other_model():
-    demo, other = parse(""), parse("--model some/model --data some/data")
-    assert Path(demo.eval_data).name == "test.jsonl" and demo.lr > 1e-5 and demo.save_every == 0
+def test_the_settings_of_the_demo_are_the_demos_alone():
+    other = parse("--model some/model --data some/data")
     assert (other.lr, other.steps, other.eval_data, other.sync_k, other.save_every) == (1e-6, None, None, 1, 64)
 
 
@@ -75,15 +66,6 @@ def test_the_runs_config_file_holds_what_was_set_so_that_another_loss_has_its_ow
     (tmp_path / "config.toml").write_text(humanline.to_toml(parse("--model m --data d --lr 3e-4")))
     assert (tmp_path / "config.toml").read_text().splitlines()[1:] == ['model = "m"', 'data = ["d"]', "lr = 0.0003"]
     assert parse(f"--config {tmp_path}/config.toml --loss kto").batch_size == 64
-    (tmp_path / "config.toml").write_text('model = "m"\ndata = ["d"]\nhumanline = false\nsync_k = 7\n')
-    assert parse(f"--config {tmp_path}/config.toml --humanline").sync_k == 7
-
-
-def test_the_runs_config_file_repeats_the_run(run, tmp_path):
-    first = run("--loss kto --sync-k 2 --desirable-weight 1.1")
-    again = tmp_path / "again"
-    humanline.train(humanline.parse_config(["--config", str(first / "config.toml"), "--out", str(again)]))
-    assert [line["loss"] for line in metrics(first)] == [line["loss"] for line in metrics(again)]
 
 
 def test_every_flag_has_a_help_text():
@@ -98,8 +80,6 @@ def test_every_flag_has_a_help_text():
         assert re.sub(r"\s", "", words) in squeezed, f"the help of {field.name} is not shown"
 
 
-# The three policies: the old policy drew the rollouts, the reference is what the log-ratio is taken to.
-
 @pytest.mark.parametrize("flags, anchor", [
     ("--sync-k 12", "the policy, synced every 12 steps"),
     ("--loss kto --no-humanline", "the initial policy"),
@@ -110,35 +90,17 @@ def test_a_run_calls_its_reference_by_the_right_name(run, capsys, flags, anchor)
     assert f"; log-ratio to {anchor}; perception: " in line
 
 
-def test_the_name_of_the_reference_is_true(run, varied):
-    """Where the log-ratios are exactly 0, the reference is the policy itself."""
-    zero = {}
-    for sample_every, k in ((0, 0), (0, 2), (1, 0), (2, 0)):
-        folder = run(f"--steps 4 --perception none --sync-k {k} --sample-every {sample_every} --reward {varied}")
-        zero[sample_every, k] = [line["drift"] < 1e-6 for line in metrics(folder)]
-    assert zero[0, 0] == [True, False, False, False]  # the initial policy
-    assert zero[0, 2] == [True, False, False, False]  # the sync after step 2 is to the policy of before that step
-    assert zero[1, 0] == [True, True, True, True]  # the old policy, which is the policy itself
-    assert zero[2, 0] == [True, False, True, False]  # the old policy, which drew at steps 1 and 3
-
-
 # What a run leaves behind.
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
-def test_a_run_leaves_config_metrics_and_a_hugging_face_folder(run, loss):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def test_a_run_leaves_its_settings_its_metrics_and_a_model(run, loss):
     folder = run(f"--loss {loss} --steps 4")
     assert {"config.toml", "metrics.jsonl", "final"} == {path.name for path in folder.iterdir()}
-    assert tomllib.loads((folder / "config.toml").read_text()).get("loss", "grpo") == loss
     lines = metrics(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     keys = {"loss", "lr", "grad_norm", "tokens", "step_seconds", "sample_seconds", "reward", "kl", "unclamped", "drift"}
     keys |= {"reward_margin"} if loss != "grpo" else set()
     assert all(keys <= line.keys() for line in lines)
-    model = AutoModelForCausalLM.from_pretrained(folder / "final")
-    ids = AutoTokenizer.from_pretrained(folder / "final")("1+1=", return_tensors="pt").input_ids
-    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
 
 
 # Bad input: one line, exit status 2, before any training, and nothing written.
@@ -193,10 +155,12 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
     ("kto", [dict(prompt="a", completion="b", reward=1, tokens=[5, -3], logps=[-1, -1])],
      r"row 1: 'tokens' and 'logps' are not token ids and as many log-probs"),
     ("grpo", [GROUP, dict(GROUP, scores=[1, 0, 1])], r"row 2: 2 completions have 3 scores"),
+    ("grpo", [dict(GROUP, scores=[1, float("nan")])], r"row 1: a score or label is nan"),
+    ("grpo", [dict(GROUP, prompt=[dict(role="user", content=["a"])])], r"row 1: a message's content is \['a'\], not text"),
     ("grpo", [{"prompt": "a", "answer": "b"}], r"prompts without completions, or without their labels; draw them with --sample-every 1"),
     ("grpo --sample-every 1", [{"prompt": "a"}], r"row 1: no answer; --reward exact"),
     ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is left; raise --max-length or --max-prompt-length"),
-    ("dpo", [], r"no rows|cannot be read|is it really json"),
+    ("dpo", [], r"no rows"),
 ]
 
 
@@ -234,9 +198,6 @@ def test_a_key_of_yesterday_is_refused_with_what_replaces_it(tmp_path):
         with pytest.raises(humanline.UserError, match=f"unknown key '{name}'; ") as error:
             parse(f"--config {tmp_path}/old.toml")
         assert str(error.value).endswith(humanline.instead_of(name))
-    (tmp_path / "old.toml").write_text("stale = 'taper'\n")
-    with pytest.raises(humanline.UserError, match="taper = true"):
-        parse(f"--config {tmp_path}/old.toml")
 
 
 @pytest.mark.parametrize("loss, rows, expected", BAD_ROWS, ids=[expected[:40] for _, _, expected in BAD_ROWS])
@@ -266,17 +227,9 @@ def test_the_error_reaches_the_shell_as_one_line_and_status_2(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_nan_is_one_line_and_status_1(monkeypatch, capsys, tiny, data_files, tmp_path):
-    monkeypatch.setattr(humanline, "forward_backward", lambda *_: dict(loss=float("nan"), tokens=1, drift=0.0))
-    flags = f"--model {tiny} --data {data_files['groups']} --out {tmp_path / 'out'} --steps 2 --batch-size 1".split()
-    assert humanline.main(flags) == 1
-    expected = r"humanline.py: stopped: step 1: loss nan.*what was saved before is in .*checkpoint.*\n"
-    assert re.fullmatch(expected, capsys.readouterr().err)
-
-
 # The run's folder.
 
-def test_without_out_the_folder_has_the_losss_name_and_the_time(run, tiny, data_files, tmp_path, monkeypatch):
+def test_without_out_the_folder_has_the_losss_name_and_the_time(tiny, data_files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     humanline.train(parse(f"--model {tiny} --data {data_files['pairs']} --loss dpo --steps 1"))
     [folder] = (tmp_path / "runs").iterdir()
@@ -331,53 +284,31 @@ def test_an_impossible_folder_is_one_line(tiny, data_files, tmp_path, capsys, ou
     assert len(lines) == 1 and str(tmp_path) in lines[0]
 
 
-# What to type next.
-
-def test_the_last_line_says_what_was_gained_and_how_to_go_on(tiny, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["somewhere/humanline.py"])
-    known = dict(accuracy_before=0.1, greedy_before=0.2, accuracy=0.5, greedy=0.6, loss=1.0)
-    made = SimpleNamespace(config=parse(f"--model {tiny} --data d"), out=Path("my run"), stopped_at=None, started=0,
-                           batches=SimpleNamespace(steps=7), known=known)
-    gained = "mean reward on --eval-data went from 0.100 to 0.500, greedy from 0.200 to 0.600: GRPO, humanline, 7 steps in"
-    assert humanline.last_line(made).startswith(gained)
-    assert humanline.last_line(made).endswith("python humanline.py --config 'my run/config.toml' --no-humanline")
-    made.known = dict(accuracy=0.5, greedy=0.6)  # resumed elsewhere: nothing was measured before
+def test_a_run_that_was_not_measured_before_its_first_step_ends_in_a_line_all_the_same():
+    made = SimpleNamespace(config=parse("--model m --data d"), out=Path("out"), stopped_at=None, started=0,
+                           batches=SimpleNamespace(steps=7), known=dict(accuracy=0.5, greedy=0.6))
     assert humanline.last_line(made).startswith("GRPO, humanline, 7 steps in")
-    made.stopped_at = 3
-    assert humanline.last_line(made) == ("stopped after step 3 of 7, saved; go on with: python humanline.py --config "
-                                         "'my run/config.toml' --out 'my run' --resume latest")
 
 
 # The file alone, and where there is no POSIX.
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """alone("--help") runs a copy of humanline.py without the project's other files; returns process and folder."""
-    folder = tmp_path_factory.mktemp("alone")
-    shutil.copy(ROOT / "humanline.py", folder)
+def test_the_file_alone_trains_a_model_and_says_where_it_looked_for_the_reward_of_mathematics(
+        tiny, data_files, tmp_path):
+    shutil.copy(ROOT / "humanline.py", tmp_path)
     reward = "def length(prompts, completions, rows):\n    return [len(text) for text in completions]\n"
-    (folder / "length.py").write_text(reward)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    (tmp_path / "length.py").write_text(reward)
+    flags = f"--model {tiny} --data {data_files['prompts']} --steps 2 --batch-size 2 --max-new-tokens 4 --sample-every 1"
 
-    def run(flags: str) -> tuple[subprocess.CompletedProcess, Path]:
-        line = [sys.executable, "humanline.py", *flags.split()]
-        return subprocess.run(line, capture_output=True, text=True, cwd=folder, env=environment, timeout=600), folder
+    def run(reward: str, out: str) -> subprocess.CompletedProcess:
+        line = [sys.executable, "humanline.py", *flags.split(), "--reward", reward, "--out", out]
+        return subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=600)
 
-    return run
-
-
-def test_the_file_alone_trains_a_model(alone, tiny, data_files):
-    done, folder = alone(f"--model {tiny} --data {data_files['groups']} --steps 2 --batch-size 2 --max-new-tokens 4 "
-                         "--sample-every 1 --reward length.py:length --out out")
+    done = run("length.py:length", "out")
     assert done.returncode == 0, done.stderr
-    assert len(metrics(folder / "out")) == 2 and (folder / "out" / "final" / "model.safetensors").exists()
-
-
-def test_the_file_alone_says_where_it_looked_for_the_reward_of_mathematics(alone, tiny, data_files):
-    done, folder = alone(f"--model {tiny} --data {data_files['prompts']} --reward math --sample-every 1 --out other")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (folder / "other").exists(), done.stderr
-    expected = r"humanline.py: error: --reward math: .*No such file.*math_reward\.py"
-    assert re.match(expected, done.stderr)
+    assert len(metrics(tmp_path / "out")) == 2 and (tmp_path / "out" / "final" / "model.safetensors").exists()
+    done = run("math", "other")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "other").exists(), done.stderr
+    assert re.match(r"humanline.py: error: --reward math: .*No such file.*math_reward\.py", done.stderr)
 
 
 def test_it_imports_and_parses_where_there_is_no_posix():
