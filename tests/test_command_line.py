@@ -20,6 +20,11 @@ def parse(flags: str) -> Config:
     return humanline.parse_config(flags.split())
 
 
+def short_run(tiny: str, data: str, more: str = "") -> list[str]:
+    flags = f"--model {tiny} --data {data} --steps 3 --batch-size 4 --lr 1e-2 --max-new-tokens 4 --group-size 4"
+    return [*flags.split(), *more.split()]
+
+
 # Configuration.
 
 @pytest.mark.parametrize("flags, words", [

@@ -9,15 +9,10 @@ import pytest
 import torch
 from conftest import ROOT, command, write_jsonl
 from safetensors.torch import load_file, save_file
-from test_command_line import complaint
+from test_command_line import complaint, short_run
 
 import eval as evaluation
 import humanline
-
-
-def flags(tiny, data, more: str = "") -> list[str]:
-    return [*f"--model {tiny} --data {data} --steps 3 --batch-size 4 --lr 1e-2 --max-new-tokens 4 --group-size 4".split(),
-            *more.split()]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +25,7 @@ def elsewhere(tmp_path_factory, monkeypatch):
 
 def test_a_csv_of_another_shape_is_one_line(tiny, tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\na,b,c\nd,e\n")
-    assert "rows.csv" in complaint([*flags(tiny, tmp_path / "rows.csv"), "--loss", "dpo"], tmp_path, capsys)
+    assert "rows.csv" in complaint([*short_run(tiny, tmp_path / "rows.csv"), "--loss", "dpo"], tmp_path, capsys)
 
 
 def test_false_and_0_in_a_csv_are_false_and_0(tmp_path):
@@ -49,18 +44,18 @@ def test_false_and_0_in_a_csv_are_false_and_0(tmp_path):
 ])
 def test_a_row_that_would_be_misread_is_one_line(tiny, tmp_path, capsys, row, expected):
     data = write_jsonl(tmp_path / "rows.jsonl", [row])
-    line = complaint(flags(tiny, data), tmp_path, capsys)
+    line = complaint(short_run(tiny, data), tmp_path, capsys)
     assert "row 1: " in line and expected in line
 
 
 def test_a_row_of_many_megabytes_is_refused_before_it_is_tokenized(tiny, tmp_path, capsys):
     rows = [dict(prompt="1+1=", chosen="2", rejected="3"), dict(prompt="1+1=", chosen="2" * 5_000_000, rejected="3")]
-    assert humanline.main(flags(tiny, write_jsonl(tmp_path / "rows.jsonl", rows), "--loss dpo")) == 2
+    assert humanline.main(short_run(tiny, write_jsonl(tmp_path / "rows.jsonl", rows), "--loss dpo")) == 2
     assert "rows.jsonl row 2: a text of 5 million characters or more; cut it" in capsys.readouterr().err
 
 
 def test_a_name_that_no_row_has_is_not_made_a_part_of_every_prompt(tiny, data_files, tmp_path, capsys):
-    wrong = [*flags(tiny, data_files["groups"]), "--prompt-template", "Solve: {prompt} {promt}"]
+    wrong = [*short_run(tiny, data_files["groups"]), "--prompt-template", "Solve: {prompt} {promt}"]
     assert "row 1: no 'promt', which --prompt-template asks for" in complaint(wrong, tmp_path, capsys)
     humanline.read_rows(data_files["groups"], humanline.Config(prompt_template="{answer}: {prompt}"), "--data")
 
@@ -69,7 +64,7 @@ def test_a_chat_template_that_drops_what_was_given_is_one_line(tiny, data_files,
     shutil.copytree(tiny, tmp_path / "model")
     template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}A:"
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
-    wrong = flags(tmp_path / "model", data_files["groups"], "--system Rhyme!")
+    wrong = short_run(tmp_path / "model", data_files["groups"], "--system Rhyme!")
     assert "row 1: the model's chat template leaves out a message of its prompt" in complaint(wrong, tmp_path, capsys)
 
 
@@ -77,7 +72,7 @@ def test_a_chat_template_that_drops_what_was_given_is_one_line(tiny, data_files,
 
 @pytest.mark.parametrize("spoil, expected", [
     ("layers", "it has no place for model.layers.1."), ("more", "it has no place for model.extra"),
-    ("nan", "its logits are not finite numbers")])
+    ("fewer", "its files lack model.norm.weight"), ("nan", "its logits are not finite numbers")])
 def test_weights_that_do_not_fit_are_one_line(tiny, data_files, tmp_path, capsys, spoil, expected):
     model = tmp_path / "model"
     shutil.copytree(tiny, model)
@@ -87,10 +82,12 @@ def test_weights_that_do_not_fit_are_one_line(tiny, data_files, tmp_path, capsys
         (model / "config.json").write_text(json.dumps(settings))
     elif spoil == "more":
         weights["model.extra.weight"] = torch.zeros(3)
+    elif spoil == "fewer":
+        del weights["model.norm.weight"]
     else:
         weights["model.norm.weight"] = torch.full((32,), float("nan"))
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    assert expected in complaint(flags(model, data_files["groups"]), tmp_path, capsys)
+    assert expected in complaint(short_run(model, data_files["groups"]), tmp_path, capsys)
 
 
 # Resume, and the ranks.
@@ -99,7 +96,7 @@ def test_a_resume_notices_other_answers_and_another_base(run, tiny, tmp_path):
     rows = [dict(prompt=f"{i}+1=", answer=str(i)) for i in range(8)]
     data, model = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "model"
     shutil.copytree(tiny, model)
-    start = flags(model, data, "--no-humanline --sample-every 1 --save-every 2")
+    start = short_run(model, data, "--no-humanline --sample-every 1 --save-every 2")
     out = run("", flags=start, out=str(tmp_path / "out"))
     shutil.rmtree(out / "final")
     write_jsonl(tmp_path / "rows.jsonl", [row | dict(answer="x") for row in rows])
@@ -116,7 +113,7 @@ def test_measuring_on_prompts_of_the_training_data_is_warned_of(run, tiny, tmp_p
     rows = [dict(prompt=f"{i}+1=", answer=str(i)) for i in range(8)]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     held = write_jsonl(tmp_path / "held.jsonl", rows[:3] + [dict(prompt="9+9=", answer="18")])
-    run("", flags=flags(tiny, data, f"--no-humanline --sample-every 1 --steps 1 --eval-data {held}"))
+    run("", flags=short_run(tiny, data, f"--no-humanline --sample-every 1 --steps 1 --eval-data {held}"))
     assert "warning: --eval-data: 3 of its prompts are in --data, too" in capsys.readouterr().err
 
 
@@ -125,7 +122,7 @@ def test_ranks_that_were_told_other_things_are_one_line(tiny, data_files, tmp_pa
     shutil.copy(data_files["pairs"], tmp_path / "same.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "same.jsonl").read_text().splitlines()]
     write_jsonl(tmp_path / "other.jsonl", rows[::-1])
-    given = flags(tiny, "same.jsonl", "--loss dpo --out out")
+    given = short_run(tiny, "same.jsonl", "--loss dpo --out out")
     others = [flag if "--data" not in more else flag.replace("same", "other") for flag in given]
     (tmp_path / "start.py").write_text(
         f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport humanline\nrank = int(os.environ['RANK'])\n"
@@ -158,7 +155,7 @@ def test_completions_that_grow_are_no_collapse():
 # What is printed, and rewards.
 
 def test_a_terminal_without_unicode_gets_question_marks(tiny, data_files, varied, tmp_path):
-    online = flags(tiny, data_files["prompts"], f"--sample-every 1 --reward {varied} --out {tmp_path / 'out'}")
+    online = short_run(tiny, data_files["prompts"], f"--sample-every 1 --reward {varied} --out {tmp_path / 'out'}")
     done = command(*online, PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and " ? " in done.stdout
 
