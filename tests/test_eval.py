@@ -23,8 +23,9 @@ from eval import capacity, interval, length_controlled, pass_at_k, perceived_div
 
 @pytest.fixture
 def ask(tmp_path, monkeypatch, capsys):
-    """ask("accuracy --samples 2") runs the command in an empty folder; returns what it printed."""
+    """ask("accuracy --samples 2") runs the command in an empty folder, 100 columns wide; returns what it printed."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
 
     def run(command: str) -> str:
         status = evaluation.main(command.split())

@@ -12,24 +12,10 @@ import pytest
 import transformers
 from bases import character_tokenizer
 from conftest import ROOT, rows_of, write_jsonl
+from test_eval import ask
 
 import eval as evaluation
 import humanline
-
-
-@pytest.fixture
-def ask(tmp_path, monkeypatch, capsys):
-    """ask("show --samples 2") runs the command in an empty folder, 100 columns wide; returns what it printed."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(command: str) -> str:
-        status = evaluation.main(command.split())
-        said = capsys.readouterr()
-        assert status == 0, said.err
-        return said.out
-
-    return run
 
 
 @pytest.fixture
@@ -86,23 +72,6 @@ def test_a_model_that_is_no_run_is_asked_and_rewarded_as_the_run_beside_it(ask, 
     assert " 3 tokens, truncated" in said and " 4 tokens" not in said
     rewards = [re.findall(r"→ reward (\S+),", line) for line in said.splitlines() if line.startswith(" →")]
     assert {reward for pair in rewards for reward in pair} - {"0", "1"}, "these are no rewards of --reward exact"
-
-
-def run_of(folder: Path, *flags: str) -> str:
-    """A run as far as its settings go."""
-    (folder / "final").mkdir(parents=True)
-    (folder / "config.toml").write_text(humanline.to_toml(humanline.parse_config([*flags])))
-    return str(folder)
-
-
-@pytest.mark.parametrize("models", [["TINY", "RUN"], ["RUN/final"]])
-def test_a_run_is_measured_with_the_settings_that_it_had(tmp_path, models, tiny):
-    folder = run_of(tmp_path / "mine", "--steps", "2")
-    models = tuple(name.replace("RUN", folder).replace("TINY", tiny) for name in models)
-    for config in evaluation.settings_of_all(evaluation.Accuracy(model=models)):
-        assert (Path(config.eval_data).name, config.max_new_tokens, config.steps) == ("test.jsonl", 8, 2)
-    flags = evaluation.Accuracy(model=models, max_new_tokens=5)
-    assert [config.max_new_tokens for config in evaluation.settings_of_all(flags)] == [5] * len(models)
 
 
 def test_prompts_that_differ_between_runs_stand_in_the_columns(ask, run, prompts):
