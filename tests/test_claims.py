@@ -4,7 +4,6 @@ import doctest
 import json
 import math
 import re
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,19 +11,13 @@ import pytest
 import torch
 from conftest import ROOT, rows_of, write_jsonl
 
+import bases
 import eval as evaluation
 import humanline
-
-sys.path.insert(0, str(ROOT / "tests" / "claims"))
-import bases
 import reproduce
 from reproduce import HUMANLINE, TAPERED, Runs
 
 RESULTS = ROOT / "tests" / "claims" / "results"
-
-
-def pretended(known, seeds=(1, 2, 3)):
-    return Runs(list(seeds), known)
 
 
 class Pretend(dict):
@@ -90,14 +83,15 @@ def test_the_share_of_the_gap_has_an_honest_interval():
     assert reproduce.show_share(nothing).endswith("[too few seeds to tell]")
     same = np.array([0.6, 0.5, 0.7])  # luck that all three share cancels in pairs alone
     paired, not_paired = (reproduce.closed(same, same + 0.1, same + 0.4, paired) for paired in (True, False))
-    assert paired == pytest.approx((0.25, 0.25, 0.25)) and not_paired[1] < 0 < 0.5 < not_paired[2]
+    assert paired == pytest.approx((0.25, 0.25, 0.25))
+    assert not_paired[1] < 0 < 0.5 < not_paired[2]
 
 
 def test_what_does_as_well_may_be_a_little_worse_but_not_for_sure():
     verdict = lambda *more: reproduce.as_well(np.array(more), "claim").split("**")[1]
-    assert verdict(0.01, -0.01, 0.0) == "holds" and verdict(0.1, 0.11, 0.12) == "holds"
+    assert verdict(0.01, -0.01, 0.0) == verdict(0.1, 0.11, 0.12) == "holds"
     assert verdict(-0.02, -0.021, -0.019) == "does not hold"  # surely worse
-    assert verdict(0.05, -0.05, 0.0) == "not decided" and verdict(0.1) == "not decided"
+    assert verdict(0.05, -0.05, 0.0) == verdict(0.1) == "not decided"
     for seeds, t in ((5, 2.776), (11, 2.228), (121, 1.980)):
         assert reproduce.student(seeds) == pytest.approx(t, abs=0.004)
 
@@ -113,15 +107,16 @@ def test_the_warning_is_in_time_by_the_measurement_that_shows_the_fall():
 
 def test_between_two_measurements_a_reward_levels_off():
     run = {"kl 0": 0.0, "reward 0": 0.2, "kl 8": 2.0, "reward 8": 0.6, "kl 16": 18.0, "reward 16": 0.9}
-    assert reproduce.at_kl(run, 2.0) == pytest.approx(0.6) and reproduce.at_kl(run, 18.0) == pytest.approx(0.9)
-    assert reproduce.at_kl(run, 10.0) == pytest.approx(0.8)  # 1 - sqrt(0.4 · 0.1); a straight line gives 0.75
-    assert math.isnan(reproduce.at_kl(run, 1.0)) and math.isnan(reproduce.at_kl(run, 18.1))
+    for kl, reward in ((2.0, 0.6), (18.0, 0.9), (10.0, 0.8)):  # 1 - sqrt(0.4 · 0.1); a straight line gives 0.75
+        assert reproduce.at_kl(run, kl) == pytest.approx(reward)
+    for kl in (1.0, 18.1):
+        assert math.isnan(reproduce.at_kl(run, kl))
 
 
 # The experiments.
 
 def test_the_gap_is_compared_seed_by_seed():
-    said = "\n".join(reproduce.gap(pretended(Pretend())))
+    said = "\n".join(reproduce.gap(Runs([1, 2, 3], Pretend())))
     row = next(line for line in said.splitlines() if "GRPO | a worse" in line)
     assert all(text in row for text in ("0.620 ± 0.025", "0.820", "0.940", "+0.200 ± 0.000", "% [62%"))
     assert "GRPO, a worse model's data: humanline closes 63%" in said
@@ -129,20 +124,21 @@ def test_the_gap_is_compared_seed_by_seed():
 
 @pytest.mark.parametrize("name", reproduce.EXPERIMENTS)
 def test_every_experiment_asks_for_its_runs_before_it_knows_them_and_for_flags_that_parse(name):
-    runs = pretended({}, seeds=(2,))
+    runs = Runs([2], {})
     reproduce.EXPERIMENTS[name](runs)
     wanted = list(runs.wanted)
-    assert wanted and all(flags.count("--loss ") == flags.count("--task ") == 1 for flags in wanted)
+    assert wanted
+    assert all(flags.count("--loss ") == flags.count("--task ") == 1 for flags in wanted)
     for flags in wanted:
         task, drawn_by, words = reproduce.split_flags(flags)
         assert task in (*bases.TASKS, "demo") and re.fullmatch("|worse|better|quartile-[1-4]", drawn_by)
         assert humanline.parse_config(["--model", "m", *words]).seed == 2
-    assert all("nan" not in line for line in reproduce.EXPERIMENTS[name](pretended(Pretend())))
+    assert all("nan" not in line for line in reproduce.EXPERIMENTS[name](Runs([1, 2, 3], Pretend())))
 
 
 @pytest.mark.parametrize("task", [reproduce.DEMO, reproduce.LONG], ids=lambda task: task.name)
 def test_a_form_that_collapses_and_one_that_does_not_are_told_apart(task):
-    said = "\n".join(reproduce.compare_forms(task, pretended(Pretend())))
+    said = "\n".join(reproduce.compare_forms(task, Runs([1, 2, 3], Pretend())))
     row = lambda name: next(line for line in said.splitlines() if line.startswith(f"| {name} |"))
     assert "3 of 3" in row(HUMANLINE) and "0 of 3" in row(TAPERED)
     assert f"**does not hold**: GRPO, {HUMANLINE}, as in the paper, does at least as well as plain offline" in said
@@ -157,13 +153,13 @@ def test_seeds_that_are_not_finished_or_never_learned_are_said_and_left_out():
                 found["exact 0"] = 0.2
             return {} if seed == 3 and "taper" in flags else found
 
-    kept, lines = reproduce.finished(pretended(Some()), "grpo", reproduce.SHORT)
+    kept, lines = reproduce.finished(Runs([1, 2, 3], Some()), "grpo", reproduce.SHORT)
     assert kept.seeds == [1] and "Seed 2 is left out: its base never learned (pass@1 0.200)" in lines[0]
     assert re.search(r"Left out are the seeds of which not all \d+ runs are there: 3 \(\d+\)", lines[1])
 
 
 def test_one_seed_decides_nothing():
-    lines = reproduce.sparse(pretended(Pretend(), seeds=(1,)))
+    lines = reproduce.sparse(Runs([1], Pretend()))
     assert len(lines) == 3 and all(line.startswith("- **not decided**") for line in lines[1:])
 
 
@@ -260,8 +256,8 @@ def test_exact_pass_is_what_samples_tend_to(tiny):
 def test_a_real_run_is_measured_and_its_distance_from_the_base_is_that_of_its_log_probs(tiny, tmp_path, monkeypatch):
     for name in ("topics", "topics-test", "checks", "checks-test"):
         write_jsonl(tmp_path / f"{name}.jsonl", rows_of("prompts", 8))
-    (tmp_path / "rewards.py").write_text("def sentiment(prompts, completions, rows):\n"
-                                         "    return [len(text) / 40 for text in completions]\n")
+    reward = "def sentiment(prompts, completions, rows):\n    return [len(text) / 40 for text in completions]\n"
+    (tmp_path / "rewards.py").write_text(reward)
     monkeypatch.setattr(reproduce, "CONFIGS", tmp_path)
     monkeypatch.setattr(reproduce, "REAL_STEPS", (0, 2, 4))
     reproduce.base_sampler.cache_clear()

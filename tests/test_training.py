@@ -102,6 +102,18 @@ def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
     assert order == ["sync", "backward", "clip", "step", "backward", "clip", "sync", "step"]
 
 
+def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch):
+    computed, sequence_logps = [], humanline.sequence_logps
+
+    def note(policy, sequences, config):
+        computed.extend(sequences)
+        return sequence_logps(policy, sequences, config)
+
+    monkeypatch.setattr(humanline, "sequence_logps", note)
+    run("--sync-k 2")
+    assert len(computed) == len(set(map(id, computed))) > 0
+
+
 RESUMED = [
     ("--loss dpo --sync-k 4 --perception sample", 2), ("--loss kto --no-humanline", 3), ("--sync-k 3 --taper", 5),
     ("--loss grpo --sample-every 4 --sync-k 3", 5), ("--loss dpo --sample-every 1 --sync-k 3", 2),
