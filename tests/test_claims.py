@@ -107,7 +107,7 @@ def test_the_warning_is_in_time_by_the_measurement_that_shows_the_fall():
 
 def test_between_two_measurements_a_reward_levels_off():
     run = {"kl 0": 0.0, "reward 0": 0.2, "kl 8": 2.0, "reward 8": 0.6, "kl 16": 18.0, "reward 16": 0.9}
-    for kl, reward in ((2.0, 0.6), (18.0, 0.9), (10.0, 0.8)):  # 1 - sqrt(0.4 · 0.1); a straight line gives 0.75
+    for kl, reward in ((2.0, 0.6), (18.0, 0.9), (10.0, 0.8)):  # 1 - sqrt(0.4 · 0.1); a line: 0.75
         assert reproduce.at_kl(run, kl) == pytest.approx(reward)
     for kl in (1.0, 18.1):
         assert math.isnan(reproduce.at_kl(run, kl))
@@ -256,7 +256,7 @@ def test_exact_pass_is_what_samples_tend_to(tiny):
 def test_a_real_run_is_measured_and_its_distance_from_the_base_is_that_of_its_log_probs(tiny, tmp_path, monkeypatch):
     for name in ("topics", "topics-test", "checks", "checks-test"):
         write_jsonl(tmp_path / f"{name}.jsonl", rows_of("prompts", 8))
-    reward = "def sentiment(prompts, completions, rows):\n    return [len(text) / 40 for text in completions]\n"
+    reward = "def sentiment(prompts, completions, rows):\n  return [len(text) / 40 for text in completions]\n"
     (tmp_path / "rewards.py").write_text(reward)
     monkeypatch.setattr(reproduce, "CONFIGS", tmp_path)
     monkeypatch.setattr(reproduce, "REAL_STEPS", (0, 2, 4))

@@ -21,8 +21,8 @@ def parse(flags: str) -> Config:
 
 
 def short_run(tiny: str, data: str, more: str = "") -> list[str]:
-    flags = f"--model {tiny} --data {data} --steps 3 --batch-size 4 --lr 1e-2 --max-new-tokens 4 --group-size 4"
-    return [*flags.split(), *more.split()]
+    flags = "--steps 3 --batch-size 4 --lr 1e-2 --max-new-tokens 4 --group-size 4"
+    return f"--model {tiny} --data {data} {flags} {more}".split()
 
 
 # Configuration.
@@ -161,7 +161,8 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
      r"row 1: 'tokens' and 'logps' are not token ids and as many log-probs"),
     ("grpo", [GROUP, dict(GROUP, scores=[1, 0, 1])], r"row 2: 2 completions have 3 scores"),
     ("grpo", [dict(GROUP, scores=[1, float("nan")])], r"row 1: a score or label is nan"),
-    ("grpo", [dict(GROUP, prompt=[dict(role="user", content=["a"])])], r"row 1: a message's content is \['a'\], not text"),
+    ("grpo", [dict(GROUP, prompt=[dict(role="user", content=["a"])])],
+     r"row 1: a message's content is \['a'\], not text"),
     ("grpo", [{"prompt": "a", "answer": "b"}], r"prompts without completions, or without their labels; draw them with --sample-every 1"),
     ("grpo --sample-every 1", [{"prompt": "a"}], r"row 1: no answer; --reward exact"),
     ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is left; raise --max-length or --max-prompt-length"),
@@ -302,17 +303,18 @@ def test_the_file_alone_trains_a_model_and_says_where_it_looked_for_the_reward_o
     shutil.copy(ROOT / "humanline.py", tmp_path)
     reward = "def length(prompts, completions, rows):\n    return [len(text) for text in completions]\n"
     (tmp_path / "length.py").write_text(reward)
-    flags = f"--model {tiny} --data {data_files['prompts']} --steps 2 --batch-size 2 --max-new-tokens 4 --sample-every 1"
+    flags = short_run(tiny, data_files["prompts"], "--sample-every 1")
 
     def run(reward: str, out: str) -> subprocess.CompletedProcess:
-        line = [sys.executable, "humanline.py", *flags.split(), "--reward", reward, "--out", out]
+        line = [sys.executable, "humanline.py", *flags, "--reward", reward, "--out", out]
         return subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=600)
 
     done = run("length.py:length", "out")
     assert done.returncode == 0, done.stderr
-    assert len(metrics(tmp_path / "out")) == 2 and (tmp_path / "out" / "final" / "model.safetensors").exists()
+    assert len(metrics(tmp_path / "out")) == 3 and (tmp_path / "out" / "final" / "model.safetensors").exists()
     done = run("math", "other")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "other").exists(), done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "other").exists()
     assert re.match(r"humanline.py: error: --reward math: .*No such file.*math_reward\.py", done.stderr)
 
 

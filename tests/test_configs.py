@@ -133,8 +133,8 @@ def test_the_offline_files_train_on_what_the_online_file_draws(stand_in, varied,
     monkeypatch.chdir(ROOT)
 
     def train(name: str, more: str = "") -> list[dict]:
-        flags = (f"--config configs/smollm2-135m-{name}.toml --model {stand_in} --reward {varied} --dtype float32 "
-                 f"--steps 2 --max-new-tokens 8 --eval-prompts 2 --out {tmp_path / name} {more}")
+        flags = (f"--config configs/smollm2-135m-{name}.toml --model {stand_in} --reward {varied} --steps 2 "
+                 f"--dtype float32 --max-new-tokens 8 --eval-prompts 2 --out {tmp_path / name} {more}")
         humanline.train(humanline.parse_config(flags.split()))
         return metrics(tmp_path / name)
 

@@ -202,7 +202,8 @@ def test_completions_end_in_one_eos_and_prompts_begin_with_one_bos(tiny):
     assert [tokenizer.decode(ids) for ids in group.completions] == ["2<eos>", "3<eos>"]
 
 
-@pytest.mark.parametrize("settings, kept", [({}, [0, 1]), (dict(max_prompt_length=20), [0]), (dict(max_length=20), [0])])
+@pytest.mark.parametrize("settings, kept", [
+    ({}, [0, 1]), (dict(max_prompt_length=20), [0]), (dict(max_length=20), [0])])
 def test_over_long_rows_are_dropped_and_counted_in_one_warning(tiny, capsys, settings, kept):
     lengths = (5, 1), (40, 1), (80, 1), (5, 80)
     rows = [dict(prompt="p" * prompt, chosen="a" * chosen, rejected="b") for prompt, chosen in lengths]

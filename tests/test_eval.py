@@ -23,7 +23,7 @@ from eval import capacity, interval, length_controlled, pass_at_k, perceived_div
 
 @pytest.fixture
 def ask(tmp_path, monkeypatch, capsys):
-    """ask("accuracy --samples 2") runs the command in an empty folder, 100 columns wide; returns what it printed."""
+    """ask("accuracy --samples 2") runs the command in an empty folder, 100 columns wide; what it printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -244,8 +244,9 @@ def test_a_run_is_asked_in_its_own_template_and_a_model_beside_it_as_the_run_is(
         return encode(sampler, rows, offline)
 
     monkeypatch.setattr(evaluation, "encode", note)
+    flags = f"--data {problems} --judge {judges}:longer --limit 3"
     for model, against in ((one, other), (one, tiny), (tiny, one)):
-        ask(f"winrate --model {model} --against {against} --data {problems} --judge {judges}:longer --limit 3")
+        ask(f"winrate --model {model} --against {against} {flags}")
     assert asked == ["Q3", "R3", "Q3", "Q3", "Q3", "Q3"]
 
 
@@ -369,7 +370,7 @@ def other_vocabulary(tiny, tmp_path_factory):
      "it must return 3 probabilities"),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:hangs --limit 4 --max-new-tokens 3 "
      "--reward-seconds 0.2", "give it more time with --reward-seconds"),
-    ("winrate --model TINY --data prompts.jsonl --against TINY --reward judges.py:wrong --limit 2 --max-new-tokens 3",
+    ("winrate --model TINY --data prompts.jsonl --against TINY --reward judges.py:wrong --max-new-tokens 3",
      "--reward judges.py:wrong failed on every sample: "),
     ("data --model TINY --data prompts.jsonl", "--data prompts.jsonl: prompts without completions"),
     ("data --model TINY --data latin-1.jsonl", "--data latin-1.jsonl"),

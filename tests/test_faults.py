@@ -21,8 +21,8 @@ import humanline
 def start(*flags: str) -> subprocess.Popen:
     """python humanline.py FLAGS, which goes on while a test does."""
     line = [sys.executable, str(ROOT / "humanline.py"), *flags]
-    return subprocess.Popen(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(line, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
@@ -80,8 +80,8 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
     slow = tmp_path / "slow.py"  # a reward that is still awaited when the second one comes
     slow.write_text("import time\ndef reward(prompts, completions, rows):\n    time.sleep(60)\n")
     flags = flags.replace("PROMPTS", data_files["prompts"]).replace("GROUPS", data_files["groups"])
-    flags += f" --model {tiny} --steps 9 --max-new-tokens 4 --reward {slow}:reward --reward-seconds 99 --out {tmp_path}/out"
-    process = start(*flags.split())
+    flags += f" --model {tiny} --steps 9 --max-new-tokens 4 --reward {slow}:reward --reward-seconds 99"
+    process = start(*flags.split(), "--out", str(tmp_path / "out"))
     while not process.stdout.readline().startswith("steps  "):
         assert process.poll() is None
     try:
@@ -96,7 +96,8 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_on(tiny, data_files, tmp_path, number):
+def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_on(
+        tiny, data_files, tmp_path, number):
     out = tmp_path / "my run"
     process = start("--model", tiny, "--data", data_files["groups"], "--steps", "100000", "--out", str(out))
     while not ((out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size):

@@ -25,7 +25,8 @@ def elsewhere(tmp_path_factory, monkeypatch):
 
 def test_a_csv_of_another_shape_is_one_line(tiny, tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\na,b,c\nd,e\n")
-    assert "rows.csv" in complaint([*short_run(tiny, tmp_path / "rows.csv"), "--loss", "dpo"], tmp_path, capsys)
+    wrong = short_run(tiny, tmp_path / "rows.csv", "--loss dpo")
+    assert "rows.csv" in complaint(wrong, tmp_path, capsys)
 
 
 def test_false_and_0_in_a_csv_are_false_and_0(tmp_path):
@@ -155,7 +156,8 @@ def test_completions_that_grow_are_no_collapse():
 # What is printed, and rewards.
 
 def test_a_terminal_without_unicode_gets_question_marks(tiny, data_files, varied, tmp_path):
-    online = short_run(tiny, data_files["prompts"], f"--sample-every 1 --reward {varied} --out {tmp_path / 'out'}")
+    more = f"--sample-every 1 --reward {varied} --out {tmp_path / 'out'}"
+    online = short_run(tiny, data_files["prompts"], more)
     done = command(*online, PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and " ? " in done.stdout
 

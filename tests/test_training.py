@@ -61,8 +61,9 @@ def test_grpo_can_average_over_the_sequences_of_the_whole_batch(tiny):
         ratio = (logps - sequence.ref_logps).clamp(-1.5, 1.5).exp()
         clipped = ratio.clamp(0.8, 1.2)
         losses.append(-torch.minimum(sequence.advantage * ratio, sequence.advantage * clipped).mean())
-    expected = sum(losses) / len(losses)
-    assert humanline.forward_backward(policy, batch, config)["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    expected = torch.stack(losses).mean().item()
+    report = humanline.forward_backward(policy, batch, config)
+    assert report["loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_batch_of_one_kind_or_of_nothing_is_a_step_like_any_other(tiny):
@@ -116,6 +117,7 @@ def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch):
 
 RESUMED = [
     ("--loss dpo --sync-k 4 --perception sample", 2), ("--loss kto --no-humanline", 3), ("--sync-k 3 --taper", 5),
+    ("--loss kto --sync-k 6 --log-eps-p -0.02", 3),  # whose z0 is not 0
     ("--loss grpo --sample-every 4 --sync-k 3", 5), ("--loss dpo --sample-every 1 --sync-k 3", 2),
     ("--loss kto --sample-every 3 --no-humanline", 5), ("--loss dpo --sample-every 3 --sync-k 7", 2),
     ("--loss grpo --no-humanline --sample-every 3 --kl-beta 0.1", 5)]
