@@ -142,6 +142,7 @@ BAD_FLAGS = [
     ("extra", r"extra"),
 ]
 BAD_CONFIGS = [
+    ("stale = 'taper'\n", r"unknown key 'stale'; write taper = true"),
     ("sync_q = 3\n", r"bad\.toml: unknown key 'sync_q'; did you mean 'sync_k'"),
     ("sync_k = \n", r"line 1, column 10.*valid TOML"),
     ("lr = 'fast'\n", r"--lr.*'fast'"),
