@@ -207,7 +207,8 @@ class Config:
 RANGES = {  # the least and the largest value of settings
     (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high prior lora",
     (1, 1e12): "max_new_tokens sample_tokens steps max_length max_prompt_length microbatch_tokens keep "
-               "eval_prompts eval_samples limit lora_alpha batch_size group_size",
+               "eval_prompts eval_samples limit lora_alpha",
+    (1, 1e6): "batch_size group_size",
     (1e-12, 1e12): "gamma_p gamma_r beta_p beta_r beta desirable_weight undesirable_weight epsilon lr "
                    "adam_eps max_grad_norm reward_seconds",
     (1e-3, 1e3): "temperature",
@@ -473,8 +474,7 @@ class Loss:
 
     compute(x, d, perceived, config) sees a Microbatch, the raw (N, T) log-ratio d to the reference, and the
     perceived d̃. It returns (N, T) token losses, which --average turns into a mean, or one loss for each pair
-    or example; either way the mean is over the global batch.
-    """
+    or example; either way the mean is over the global batch."""
 
     compute: Callable[[Microbatch, Tensor, Tensor, Config], Tensor]
     make_units: Callable[[Group], list[list[Sequence]]]
@@ -548,8 +548,9 @@ def train(config: Config) -> "Run":
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
             report["grad_norm"] = float(norm.full_tensor() if config.shard else norm)
             if not math.isfinite(report["loss"] + report["grad_norm"]):
-                raise FloatingPointError(f"step {step}: loss {report['loss']}, gradient norm {float(norm)}; "
-                                         f"what was saved is in {run.out / 'checkpoint'} (see --save-every)")
+                raise FloatingPointError(
+                    f"step {step}: loss {report['loss']}, gradient norm {report['grad_norm']}; what was "
+                    f"saved before is in {run.out / 'checkpoint'} (see --save-every)")
             if config.sync_k and step % config.sync_k == 0:
                 reference.sync(step)
             report["lr"] = config.lr * min(1, step / max(1, warmup))
@@ -933,8 +934,7 @@ LINES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # files of l
 class Watch:
     """Warns, once each in a run, of what a step's report shows. A collapse: once the mean over 12 steps of
     -log π_θ of the completions that the loss wants likelier rises to twice its minimum, and by 0.3 nats per
-    completion, the policy unlearns them along with the others; tests/claims counts how often that is right.
-    """
+    completion, the policy unlearns them along with the others (tests/claims counts how often it is so)."""
 
     def __init__(self):
         self.warned: set[str] = set()
@@ -1290,8 +1290,7 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
 
     A `prompt` comes with `completions` and `scores`, with `chosen` and `rejected`, with `completion` and
     `label`, or alone, to be sampled from. Answers may be whole dialogues, whose common turns are the prompt;
-    None is returned where not just an answer follows those.
-    """
+    None is returned where not just an answer follows those."""
     fields = {name: value for name, value in fields.items() if value is not None}  # None fills gaps
     known = dict(fields)
     for theirs, ours in COLUMN_NAMES.items():
@@ -1319,7 +1318,8 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     require(row.prompt, f"{where}: no 'prompt'; every row needs it")
     if config.prompt_template is not None and not row.tokens:  # a rollout's prompt has it already
         known["prompt"] = row.prompt[-1]["content"]
-        text = re.sub(r"\{([a-zA-Z_]\w*)\}", lambda name: str(known[name[1]]), config.prompt_template)
+        with explained(f"{where}: --prompt-template", "name a column of the rows"):
+            text = re.sub(r"\{([a-zA-Z_]\w*)\}", lambda name: str(known[name[1]]), config.prompt_template)
         row.prompt[-1]["content"] = text
     if config.system is not None and row.prompt[0]["role"] != "system":
         row.prompt.insert(0, dict(role="system", content=config.system))
@@ -1862,8 +1862,7 @@ class Reference:
 
     At a sync π_ref equals the policy, so one forward pass of the policy over the batches up to the next sync
     gives all reference log-probs needed until then (lookahead). For batches that are still to be drawn the
-    weights (with LoRA the adapters) are put aside, and the policy borrows them for a pass after each drawing.
-    """
+    weights (with LoRA the adapters) are put aside; the policy borrows them for a pass after each drawing."""
 
     def __init__(self, policy: Module, batches: Batches, config: Config):
         self.policy = policy
@@ -1981,8 +1980,7 @@ def cut(sequences: list[Sequence], config: Config, shares_prompts: bool) -> list
 
     A DPO pair stays together. Neighbours with one prompt share a row. That computes the prompt once, but
     attention runs over the whole row: up to three prompts long, that is at most 9/8 of what it costs in rows
-    of their own, and up to 256 tokens it is little next to all else. Longer rows do not pay.
-    """
+    of their own, and up to 256 tokens it is little next to all else. Longer rows do not pay."""
     in_pairs = LOSSES[config.loss].unit == "pair"
     width = lambda row: len(row[0].prompt) + sum(len(sequence.completion) for sequence in row)
     units: list[list[list[Sequence]]] = []  # what stays together: a row, or the one or two rows of a pair
@@ -2521,7 +2519,8 @@ def demo_settings(loss: str) -> str:
     unit = LOSSES.get(loss, LOSSES["grpo"]).unit
     like = next(name for name in LOSSES if LOSSES[name].unit == unit)
     path = CONFIGS / "demo" / f"{like}.toml"
-    require(path.exists(), f"--model and --data name nothing, and {path.parent} is not there; give both")
+    require(path.exists(),
+            f"--model and --data name nothing, and the demo, {path.parent}, is not there; give both")
     return str(path)
 
 def parse_flags(args: list[str], kind: Any = Config) -> Any:

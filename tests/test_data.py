@@ -225,7 +225,7 @@ def test_every_epoch_sees_every_unit_once_in_an_order_of_its_own():
 
     def rows_in_order(seed: int) -> list[int]:
         batches = Batches(Config(loss="dpo", batch_size=4, steps=6, seed=seed), groups, 64)
-        batches.make_offline(6)
+        batches.make(6)
         assert [batch.step for batch in batches.pending] == list(range(1, 7))
         return [sequence.row for batch in batches.pending for sequence in batch.sequences[::2]]
 

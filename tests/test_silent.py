@@ -57,7 +57,7 @@ def test_a_row_of_many_megabytes_is_refused_before_it_is_tokenized(tiny, tmp_pat
 
 def test_a_name_that_no_row_has_is_not_made_a_part_of_every_prompt(tiny, data_files, tmp_path, capsys):
     wrong = [*short_run(tiny, data_files["groups"]), "--prompt-template", "Solve: {prompt} {promt}"]
-    assert "row 1: no 'promt', which --prompt-template asks for" in complaint(wrong, tmp_path, capsys)
+    assert "row 1: --prompt-template: no 'promt'; name a column" in complaint(wrong, tmp_path, capsys)
     humanline.read_rows(data_files["groups"], humanline.Config(prompt_template="{answer}: {prompt}"), "--data")
 
 

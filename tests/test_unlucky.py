@@ -173,7 +173,7 @@ def test_a_rank_without_a_gpu_is_told_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(humanline.UserError, match="rank 3 has no GPU, there are 2; start so many with --nproc_per_node 2"):
+    with pytest.raises(humanline.UserError, match="rank 3 has no GPU; say --nproc_per_node 2"):
         humanline.join_ranks()
 
 
