@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import encode_prompt, logps_of, metrics, random_batch, same_weights, timeless, write_jsonl
+from conftest import (
+    encode_prompt, gradient, logps_of, metrics, policy_of, random_batch, same_weights, timeless, write_jsonl)
 
 import humanline
 from humanline import Config, Group
-from test_training import gradient, policy_of
 
 
 def lines_of(path) -> list[dict]:
@@ -220,3 +220,17 @@ def test_groups_without_a_difference_are_not_computed_and_change_nothing(tiny, m
 def test_what_needs_all_tokens_computes_them(settings):
     assert all(sequence.is_idle for sequence in batch_of(1, 0).sequences)
     assert not any(sequence.is_idle for sequence in batch_of(1, 0, **settings).sequences)
+
+
+def test_rejections_are_a_function_of_the_seed_and_the_step(tiny):
+    policy, _, config = policy_of(tiny, loss="dpo", perception="sample", gamma_r=0.5)
+
+    def rejected(seed: int, step: int) -> list[bool]:
+        config.seed = seed
+        batch = random_batch("dpo")
+        batch.step = step
+        humanline.draw_rejections(policy, batch, config)
+        return torch.cat([sequence.rejected for sequence in batch.sequences]).tolist()
+
+    first = rejected(1, 1)
+    assert first == rejected(1, 1) and first not in (rejected(2, 1), rejected(1, 2))

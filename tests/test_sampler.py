@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from bases import character_tokenizer
-from conftest import ROOT, command, metrics, same_weights, timeless
+from conftest import ROOT, command, metrics, policy_of, same_weights, timeless
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import humanline
 from humanline import UserError
 from test_ranks import torchrun
-from test_training import policy_of
 
 EXTERNAL = ROOT / "configs" / "external.py"
 SECONDS = 60
