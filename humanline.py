@@ -592,8 +592,9 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         weight = None
         if config.taper:  # ours: the gradient of worse completions fades
             to_sampler = logps - x.sampler_logps
-            weight = taper_weight(to_sampler, x.sampler_logps, x.mask, ~x.is_chosen, x.mean_surprisal,
-                                  in_pairs=loss.unit == "pair")
+            in_pairs = loss.unit == "pair"
+            weight = taper_weight(
+                to_sampler, x.sampler_logps, x.mask, ~x.is_chosen, x.mean_surprisal, in_pairs)
             log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
         perceived, passes = perceive(log_ratio, x, config)
         perceived.retain_grad()
@@ -611,8 +612,9 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     if WORLD_SIZE > 1 and not config.shard:  # sharded, the backward pass has added them up
-        for pending in [dist.all_reduce(p.grad, async_op=True) for p in parameters]:
-            pending.wait()
+        pending = [dist.all_reduce(p.grad, async_op=True) for p in parameters]
+        for one in pending:
+            one.wait()
     return describe_step(batch, totals, total_loss, z0, config)
 
 @torch.no_grad()
