@@ -168,7 +168,7 @@ class Config:
     compile: bool | None = None  # torch.compile. Default: on a GPU.
     shard: bool = False
     """Shard weights, gradients and moments over the ranks (FSDP2). While it draws, each has all weights."""
-    seed: int = 0  # All randomness is of this and the step; what is drawn, of the number of ranks, too.
+    seed: int = 0  # All randomness follows from this and the step; draws also from the number of ranks.
 
     # What is written, and when.
     out: str | None = None  # The run's folder. Default: a new one under runs/.
@@ -305,7 +305,7 @@ def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: flo
 def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scale: bool = True,
                      prior: float = 0.0, prior_mean: float = 0.0) -> Tensor:
     """A_i = (r_i - mean) / (std + eps) within each group, population standard deviation (Shao et al. 2024).
-    Returns (N,) advantages, 0 for a group without a difference.
+    Returns (N,) advantages; without a prior, 0 for a group without a difference.
 
     Args:
         rewards: (N,) floats.
@@ -450,7 +450,8 @@ def best_against_worst(group: Group) -> list[list[Sequence]]:
     return [[group.sequences[best], group.sequences[worst]]]
 
 def above_and_below_mean(group: Group) -> list[list[Sequence]]:
-    """KTO: each completion is an example, desirable above the group's mean, or if labelled so."""
+    """KTO: each completion is an example, desirable above the group's mean or if labelled so; none if all are
+    equal."""
     if group.labelled:
         group.sequences[0].is_chosen = group.rewards[0] > 0.5
     elif max(group.rewards) == min(group.rewards):
@@ -1829,7 +1830,7 @@ class Reward:
         return [float(value) if is_good else None for value, is_good in zip(values, good)]
 
     def one_by_one(self, *samples: list) -> list:
-        """The value of each sample, or why there is none; after three in a row that took too long, none."""
+        """The value of each sample, or why there is none; no more are tried once three in a row are late."""
         values, late = [], 0
         for sample in zip(*samples):
             if late < 3:
@@ -2281,7 +2282,7 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         warn(f"could not write {path}: {error}; what was saved before stays")
         return
     saved = sorted(path.parent.glob("step-*"))
-    kept = [old for old in saved if old <= path][-config.keep :]  # later ones: from before a damage
+    kept = [old for old in saved if old <= path][-config.keep :]  # later ones: damaged, or undone
     for old in set(saved) - set(kept):
         shutil.rmtree(old)
 
