@@ -1,5 +1,6 @@
 """What the tests share: a random model of a few thousand parameters, rows of every kind, and short runs on them."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -29,9 +30,14 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: minutes; runs with --slow or -m slow")
+    config.addinivalue_line("markers", "needs(package): skipped where that optional package is not installed")
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        for mark in item.iter_markers("needs"):
+            if importlib.util.find_spec(mark.args[0]) is None:
+                item.add_marker(pytest.mark.skip(reason=f"pip install {mark.args[0]}"))
     if not (config.getoption("--slow") or "slow" in config.getoption("-m")):
         for item in items:
             if "slow" in item.keywords:

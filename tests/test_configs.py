@@ -102,12 +102,12 @@ def check_comments(file) -> None:
     assert sample_every == int(stated[1]) if stated else ("online" in name) == (0 < sample_every < 64)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [
+    pytest.param(file, marks=pytest.mark.needs("peft") if "lora" in file.stem else ()) for file in FILES
+], ids=lambda file: file.stem)
 def test_a_config_says_what_it_is_and_builds_its_run_on_small_stand_ins(
         file, stand_in, rows, varied, tmp_path, monkeypatch):
     check_comments(file)
-    if "lora" in file.stem:
-        pytest.importorskip("peft")
     monkeypatch.chdir(ROOT)  # a config names files from here
     config = humanline.parse_config(["--config", str(file)])
     if re.search(r"k(16|20|25)$", file.stem):

@@ -17,6 +17,7 @@ import eval as evaluation
 import humanline
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.needs("peft")
 LORA = "--lora 4 --lora-alpha 8"
 
 

@@ -229,7 +229,7 @@ def test_the_log_probs_of_a_head_that_scales_its_logits_are_the_models_own(folde
     check_log_probs(random_model(folder, tmp_path / "model", config, initializer_range=1.0), 1e-4)
 
 
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("lora", [0, pytest.param(4, marks=pytest.mark.needs("peft"))])
 def test_activation_checkpointing_changes_no_gradient(folder, lora):
     grads = []
     for checkpointing in (False, True):

@@ -122,16 +122,24 @@ def test_a_stopped_run_of_two_ranks_goes_on_with_one(tiny, data_files, varied, t
     agree(whole, out)
 
 
-def test_torchrun_starts_a_killed_rank_again_and_the_run_ends_by_itself(tiny, data_files, varied, tmp_path, run):
+def test_torchrun_starts_a_killed_rank_again_and_the_run_ends_by_itself(
+        tiny, data_files, varied, tmp_path, run, monkeypatch):
     flags = flags_of(tiny, data_files, varied, "kto", "offline", "--save-every 1")
     whole = run("", flags=flags)
-    out = tmp_path / "out"
-    process = torchrun("--max-restarts=2", ROOT / "humanline.py", *flags, "--out", out, "--resume", "latest")
-    wait_for(out / "metrics.jsonl", process)
-    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(ranks[-1]), signal.SIGKILL)
+    out, killed = tmp_path / "out", tmp_path / "killed"
+    (tmp_path / "killer.py").write_text(f"""
+import os, pathlib, signal
+init = lambda **_: None
+def log(line, step):
+    if step == 3 and not os.path.exists({str(killed)!r}):
+        pathlib.Path({str(killed)!r}).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+""")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = torchrun("--max-restarts=2", ROOT / "humanline.py", *flags, "--out", out, "--resume", "latest",
+                       "--track", "killer")
     _, error = process.communicate(timeout=120)
-    assert process.returncode == 0, error[-3000:]
+    assert process.returncode == 0 and killed.exists(), error[-3000:]
     agree(whole, out)
 
 

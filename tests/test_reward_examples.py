@@ -83,8 +83,8 @@ def test_an_example_rewards_what_it_says(name, completion, row, expected):
     assert reward(name, completion, row) == pytest.approx(expected)
 
 
+@pytest.mark.needs("vaderSentiment")
 def test_sentiment_tells_glad_from_sad_and_from_neither():
-    pytest.importorskip("vaderSentiment", reason="pip install vaderSentiment")
     glad, sad = reward("sentiment", "I love this wonderful, happy day!"), reward("sentiment", "I hate this awful war.")
     assert -1 <= sad < -0.5 < 0.5 < glad <= 1
     assert reward("sentiment", "") == reward("sentiment", "A table has four legs.") == 0

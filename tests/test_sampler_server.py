@@ -389,9 +389,8 @@ def transformers_draws(loaded: dict):
     return draw
 
 
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("lora", [0, pytest.param(4, marks=pytest.mark.needs("peft"))])
 def test_a_run_draws_from_servers_of_both_kinds(run, engines, monkeypatch, tmp_path, lora):
-    pytest.importorskip("peft")
     loaded = {}
     both = engines(2, draw=transformers_draws(loaded))
     in_step(*both)

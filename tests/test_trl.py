@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT, rows_of
 
 trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.needs("trl")
 
 import datasets
 from transformers import TrainerCallback

@@ -15,6 +15,7 @@ from bases import character_tokenizer
 from conftest import rows_of, write_jsonl
 
 trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.needs("trl")
 
 import datasets
 from transformers import TrainerCallback
