@@ -484,6 +484,7 @@ class Loss:
     batch_size: int = 32  # by default
     set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None  # of all data
     needs_mismatched: bool = False  # z₀, from each prompt with the completion of another prompt
+    needs_sampler: bool = False  # x.sampler_logps; offline, where they are unknown, the initial policy's
 
 LOSSES = {
     "grpo": Loss(
@@ -1876,7 +1877,8 @@ class Reference:
         self.parts = [p.detach() for p in trained(policy).values()]  # this rank's parts of the policy's
         if config.shard:
             self.parts = [part.to_local() for part in self.parts]
-        if config.taper and not config.sample_every:  # unknown samplers: the initial policy stands in
+        needs_sampler = config.taper or LOSSES[config.loss].needs_sampler
+        if needs_sampler and not config.sample_every:  # unknown samplers: the initial policy stands in
             known = [sequence for i in sorted(set(batches.order)) for sequence in batches.pool[i][0]]
             unknown = [sequence for sequence in known if sequence.sampler_logps is None]
             for sequence, logps in zip(unknown, sequence_logps(policy, unknown, config)):

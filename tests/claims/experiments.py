@@ -1,0 +1,321 @@
+"""Every form of every loss, tuned by one rule and then compared: the list of runs, and what runs them.
+
+  python tests/claims/experiments.py two-digits five-sorted six-digits      # some nine hours of two cores
+  python tests/claims/experiments.py two-digits --dry                       # only count the runs that are missing
+
+Interrupt it whenever you like: each run is a line of results/tuned-TASK.jsonl, and is not trained again.
+`reproduce.py --stored` draws tables and figures from these lines.
+
+The rule, fixed before the runs. **Tuning**, with the same learning rates for every form and the same k for every form
+that syncs, each with each: on two bases that no verdict uses (the first two of 101, 102, ... that learned their task),
+judged by pass@1 of the last measurement on the validation half of the held-out problems, mean of both bases. Where the
+best learning rate is at the edge of the grid, one further is tried, with the best k. Ties go to the lower rate, then to
+the larger k. **Test**: the chosen settings on bases 1, 2, ... (the first five that learned), on the other half.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import copy
+import functools
+import io
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Iterator
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+import bases
+import humanline
+import neighbours  # noqa: F401  (adds entries to LOSSES)
+from humanline import Sequence
+
+# ---------- The list of experiments -------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Task:
+    """A task of bases.py with its sizes and grid."""
+
+    name: str
+    steps: int
+    every: int  # steps from one measurement to the next
+    learned: float  # least pass@1 of a base that got the idea
+    batch_size: dict[str, int]
+    rates: tuple[float, ...]
+    ks: tuple[int, ...]
+
+RATES = 5e-5, 1e-4, 2e-4, 4e-4, 8e-4
+DEMO_SIZES = dict(grpo=32, dpo=32, kto=128)  # groups of 8, pairs, completions
+TASKS = {task.name: task for task in (
+    Task("two-digits", 256, 32, 0.5, DEMO_SIZES, RATES, (1, 8, 24, 128)),
+    Task("five-sorted", 200, 40, 0.3, DEMO_SIZES, RATES, (1, 8, 24, 128)),
+    Task("six-digits", 128, 32, 0.4, dict(grpo=16, dpo=32, kto=64), (1e-4, 2e-4, 4e-4), (8, 24)),
+)}
+
+# A form's flags; {k} is its --sync-k. `--loss` names an entry of its own where the loss is not the form's.
+FORMS = {
+    "plain": "--no-humanline",
+    "humanline": "--sync-k {k}",
+    "sync alone": "--sync-k {k} --perception none",
+    "clip alone": "--sync-k 0",
+    "humanline with taper": "--sync-k {k} --taper",
+    "taper alone": "--no-humanline --taper",
+    "online": "--no-humanline --sample-every 1",
+}
+GRPO_FORMS = {
+    "humanline with taper and prior": "--sync-k {k} --taper --prior 1",
+    "better alone": "--loss grpo-better --no-humanline",
+    "better alone, synced": "--loss grpo-better --sync-k {k}",
+    "mask 0.1": "--loss grpo-mask-0.1 --no-humanline",
+    "mask 0.1, synced": "--loss grpo-mask-0.1 --sync-k {k}",
+    "mask 0.5": "--loss grpo-mask-0.5 --no-humanline",
+    "mask 0.5, synced": "--loss grpo-mask-0.5 --sync-k {k}",
+    "TOPR": "--loss grpo-topr --no-humanline",
+    "every 64 steps": "--no-humanline --sample-every 64",
+    "every 64 steps, humanline": "--sync-k {k} --sample-every 64",
+    "every 64 steps, humanline with taper": "--sync-k {k} --taper --sample-every 64",
+    "every 64 steps, humanline with taper and prior": "--sync-k {k} --taper --prior 1 --sample-every 64",
+}
+DPO_FORMS = {
+    "chosen alone": "--loss dpo-chosen --no-humanline",
+    "RPO": "--loss dpo-rpo --no-humanline",
+    "RPO, synced": "--loss dpo-rpo --sync-k {k}",
+    "DPO-positive": "--loss dpo-positive --no-humanline",
+}
+KTO_FORMS = {
+    "desirable alone": "--loss kto-desirable --no-humanline",
+    "desirable alone, synced": "--loss kto-desirable --sync-k {k}",
+}
+FORMS_OF = dict(grpo=FORMS | GRPO_FORMS, dpo=FORMS | DPO_FORMS, kto=FORMS | KTO_FORMS)
+TUNING_BASES, TEST_BASES = 2, 5
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained once: a line of the results. k is 0 for a form without a sync."""
+
+    task: str
+    loss: str
+    form: str
+    lr: float
+    k: int
+    seed: int
+
+    def flags(self) -> list[str]:
+        """Those of humanline.py, but for the base's files."""
+        task = TASKS[self.task]
+        form = FORMS_OF[self.loss][self.form].format(k=self.k)
+        loss = "" if "--loss" in form else f"--loss {self.loss} "
+        return (f"{loss}{form} --lr {self.lr:g} --steps {task.steps} --batch-size {task.batch_size[self.loss]} "
+                f"--eval-every {task.every} --seed {self.seed}").split()
+
+def plan(task: Task, known: dict[Run, dict], seeds: tuple[list[int], list[int]]) -> list[Run]:
+    """The runs that the rule asks for next, given those that are known; none when all is done."""
+    tuning_seeds, test_seeds = seeds
+    grid, edges, tests = [], [], []
+    for loss, forms in FORMS_OF.items():
+        for form, flags in forms.items():
+            ks = task.ks if "{k}" in flags else (0,)
+            here = [Run(task.name, loss, form, lr, k, seed)
+                    for lr in task.rates for k in ks for seed in tuning_seeds]
+            grid += here
+            if not all(run in known for run in here):
+                continue
+            lr, k = best(task, loss, form, known)
+            further = {task.rates[0]: lr / 2, task.rates[-1]: 2 * lr}
+            if lr in further:
+                here = [Run(task.name, loss, form, further[lr], k, seed) for seed in tuning_seeds]
+                edges += here
+                if not all(run in known for run in here):
+                    continue
+            lr, k = best(task, loss, form, known)
+            tests += [Run(task.name, loss, form, lr, k, seed) for seed in test_seeds]
+    for wave in grid, edges, tests:
+        missing = [run for run in wave if run not in known]
+        if missing:
+            return missing
+    return []
+
+def best(task: Task, loss: str, form: str, known: dict[Run, dict]) -> tuple[float, int]:
+    """The learning rate and k with the best mean pass@1 of validation at the end of the tuning runs."""
+    found: dict[tuple[float, int], list[float]] = {}
+    for run, outcome in known.items():
+        if (run.task, run.loss, run.form) == (task.name, loss, form) and run.seed > 100:
+            found.setdefault((run.lr, run.k), []).append(outcome["validation"][-1])
+    whole = {settings: fmean(ends) for settings, ends in found.items() if len(ends) == TUNING_BASES}
+    return max(whole, key=lambda settings: (round(whole[settings], 4), -settings[0], settings[1]))
+
+def read_results(path: Path) -> dict[Run, dict]:
+    """The stored runs of a file."""
+    known = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        outcome = json.loads(line)
+        known[Run(*(outcome[name] for name in ("task", "loss", "form", "lr", "k", "seed")))] = outcome
+    return known
+
+# ---------- One run -----------------------------------------------------------------------------------------
+
+# Means of these metrics of a run are stored, over the steps between two measurements.
+MECHANISM = ("clip_low", "clip_high", "clamped_low", "clamped_high", "drift", "kl", "ess", "taper_weight",
+             "no_difference", "grad_norm", "logp_wanted", "sample_seconds", "step_seconds")
+
+def train(run: Run, home: Path) -> dict:
+    """Train; pass@1 on both halves of the held-out problems, greedy accuracy, KL to the base, and the mechanism."""
+    base = home / f"{run.task}-{run.seed}"
+    task, recipe = TASKS[run.task], bases.RECIPES[run.task]
+    test = [json.loads(line) for line in (base / "test.jsonl").read_text().splitlines()]
+    half = len(test) // 2
+    measured = []
+
+    def measure(trainer: humanline.Run, step: int) -> dict[str, float]:
+        if step == 0:
+            trainer.base = copy.deepcopy(trainer.policy)
+        right, is_greedy = score(trainer.policy, trainer.sampler, test)
+        measured.append(dict(step=step, validation=fmean(right[:half]), test=fmean(right[half:]),
+                             greedy=fmean(is_greedy[half:]), base_kl=kl_to(trainer.base, trainer, test[:half])))
+        return {}
+
+    humanline.Run.measure = measure
+    with tempfile.TemporaryDirectory() as folder, quietly() as said:
+        out = Path(folder, "run")
+        reward = ["--max-new-tokens", str(recipe.max_new_tokens)]
+        flags = [*run.flags(), "--model", str(base / "model"), "--data", str(base / "rows.jsonl"), *reward,
+                 "--save-every", "0", "--out", str(out)]
+        status = humanline.main(flags)
+        lines = humanline.read_lines(out / "metrics.jsonl")
+        if status not in (0, 1) or (status == 1 and "stopped: step" not in said.getvalue()):  # 1: it diverged
+            raise RuntimeError(f"{' '.join(flags)}: {said.getvalue()[-500:]}")
+    outcome = vars(run) | dict(flags=" ".join(run.flags()), device="CPU, one thread", torch=torch.__version__)
+    steps = list(range(0, task.steps + 1, task.every))
+    for name in ("validation", "test", "greedy", "base_kl"):
+        values = [line[name] for line in measured]
+        outcome[name] = [round(value, 4) for value in values] + [0.0] * (len(steps) - len(values))
+    if run.seed <= 101:
+        for name in MECHANISM:
+            means = [mean_between(lines, name, *ends) for ends in zip(steps, steps[1:])]
+            if any(mean is not None for mean in means):
+                outcome[name] = means
+        if run.k:  # the drift of the last step before each sync: how far a sync moves the reference
+            ends = [line | dict(moved=line["drift"]) for line in lines if line["step"] % run.k == 0]
+            outcome["moved"] = [mean_between(ends, "moved", *between) for between in zip(steps, steps[1:])]
+    return outcome
+
+def mean_between(lines: list[dict], name: str, after: int, until: int) -> float | None:
+    """The mean of a metric over some steps, to four digits."""
+    values = [line[name] for line in lines if after < line["step"] <= until and name in line]
+    return float(f"{fmean(values):.4g}") if values else None
+
+@torch.no_grad()
+def score(policy: torch.nn.Module, sampler: humanline.Sampler, rows: list[dict]) -> tuple[list[float], list[bool]]:
+    """For each row, whose prompt has one right answer: its probability, which is pass@1 without the noise of samples;
+    and whether each of its tokens is the likeliest."""
+    prompts, answers = encode(sampler, rows), [row["answer"] + sampler.tokenizer.eos_token for row in rows]
+    wholes = [(prompt, ids) for prompt, ids in zip(prompts, sampler.tokenizer(answers)["input_ids"])]
+    ids = pad_sequence([torch.tensor(prompt + answer) for prompt, answer in wholes], True)
+    labels = pad_sequence([torch.tensor([-100] * len(prompt) + answer) for prompt, answer in wholes], True, -100)[:, 1:]
+    right, is_greedy = [], []
+    for some_ids, some_labels in zip(ids.split(100), labels.split(100)):
+        logits = policy(some_ids).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.mT, some_labels, reduction="none")
+        right += (-losses.double().sum(1)).exp().tolist()
+        is_greedy += ((logits.argmax(-1) == some_labels) | (some_labels == -100)).all(1).tolist()
+    return right, is_greedy
+
+@torch.no_grad()
+def kl_to(base: torch.nn.Module, trainer: humanline.Run, rows: list[dict]) -> float:
+    """KL(policy || base) in nats a completion: the mean of log π - log π_base over a sample for each row."""
+    prompts, config = encode(trainer.sampler, rows), trainer.config
+    drawn = humanline.sample(trainer.policy, prompts, trainer.sampler.stops, config, seed=0)
+    sequences = [Sequence(prompt, ids) for prompt, (ids, _) in zip(prompts, drawn)]
+    of_base = humanline.sequence_logps(base, sequences, config)
+    return fmean(sum(logps) - float(theirs.sum()) for (_, logps), theirs in zip(drawn, of_base))
+
+def encode(sampler: humanline.Sampler, rows: list[dict]) -> list[list[int]]:
+    dialogues = [humanline.Row("", [dict(role="user", content=row["prompt"])], row) for row in rows]
+    return [ids for [ids] in humanline.encode_dialogues(sampler.tokenizer, dialogues)]
+
+# ---------- All of them -------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def quietly() -> Iterator[io.StringIO]:
+    """What is printed in a `with` goes into the text that is given."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        yield said
+
+def base_accuracy(task: str, seed: int, home: Path) -> float:
+    """pass@1 of a base, which is made if it is not there."""
+    folder = home / f"{task}-{seed}"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=home) as unfinished, quietly():
+            bases.make(Path(unfinished, "base"), task, seed)
+            Path(unfinished, "base").rename(folder)
+    config = humanline.Config(model=str(folder / "model"), compile=False)
+    policy, tokenizer = humanline.load_policy(config, torch.device("cpu"))
+    rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
+    return fmean(score(policy, humanline.Sampler(policy, tokenizer, config), rows)[0])
+
+def learned_bases(pool, task: Task, first: int, count: int, home: Path) -> list[int]:
+    """The first `count` seeds from `first` on whose base learned its task."""
+    found: list[int] = []
+    while len(found) < count:
+        seeds = range(first, first + count - len(found))
+        accuracies = pool.map(functools.partial(base_accuracy, task.name, home=home), seeds)
+        found += [seed for seed, accuracy in zip(seeds, accuracies) if accuracy >= task.learned]
+        first = seeds[-1] + 1
+    return found
+
+def start_worker() -> None:
+    """One thread; and the rows of a base are encoded once for all runs of a worker, a third of the time of a short
+    run."""
+    torch.set_num_threads(1)
+    os.environ["TQDM_DISABLE"] = "1"
+    encode_dialogues, encoded = humanline.encode_dialogues, {}
+
+    def encode_once(tokenizer, rows: list[humanline.Row]) -> list[list[list[int]]]:
+        key = tuple((str(row.prompt), *row.completions) for row in rows)
+        if key not in encoded:
+            if len(encoded) > 8:
+                encoded.clear()
+            encoded[key] = encode_dialogues(tokenizer, rows)
+        return encoded[key]
+
+    humanline.encode_dialogues = encode_once
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="+", choices=TASKS)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--bases", type=Path, default=Path("evals/bases"), help="a folder for the tiny models")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--dry", action="store_true", help="count what is missing, and train nothing")
+    flags = parser.parse_args()
+    flags.bases.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(flags.jobs, context, start_worker) as pool:
+        for task in map(TASKS.get, flags.tasks):
+            path = flags.results / f"tuned-{task.name}.jsonl"
+            known = read_results(path)
+            seeds = (learned_bases(pool, task, 101, TUNING_BASES, flags.bases),
+                     learned_bases(pool, task, 1, TEST_BASES, flags.bases))
+            while missing := plan(task, known, seeds):
+                print(f"{task.name}: {len(known)} runs are stored, {len(missing)} come next", flush=True)
+                if flags.dry:
+                    break
+                asked = [pool.submit(train, run, flags.bases) for run in sorted(missing, key=lambda run: run.seed)]
+                for done in concurrent.futures.as_completed(asked):
+                    with path.open("a") as file:
+                        file.write(json.dumps(done.result()) + "\n")
+                known = read_results(path)
+
+if __name__ == "__main__":
+    main()
