@@ -752,7 +752,7 @@ def load_judge(spec: str, config: Config) -> Callable[..., list[float]]:
     with humanline.explained(
         f"--judge {spec}", "write FILE.py:function, a function(prompts, first, second, rows)"
     ):
-        return humanline.function_process(file, name, config.reward_seconds)
+        return humanline.FunctionProcess(file, name, config.reward_seconds)
 
 def ask_twice(
     judge: Callable[..., list[float]],

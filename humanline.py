@@ -29,13 +29,28 @@ Left out on purpose: a value model, a second model in memory, tensor and pipelin
 weights, images, tools and turns within a rollout.
 """
 
+# For `uv run humanline.py`, as in requirements.txt:
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0",
+#     "transformers>=5.17,<5.24",
+#     "datasets>=4.0,<6",
+#     "tqdm>=4.66",
+#     "tyro>=1.0,<2",
+#     "loky>=3.5,<4",
+#     "psutil>=5.9",
+#     "math-verify>=0.8,<1",
+# ]
+# ///
+
 import contextlib
 import dataclasses
 import datetime
 import difflib
 import functools
 import hashlib
-import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -47,9 +62,11 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 import tomllib
 from collections import deque
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -60,11 +77,13 @@ import torch.distributed as dist
 # Imported after join_ranks its defaults would hold the ranks' group, and threads, for ever.
 import torch.distributed.nn
 import torch.nn.functional as F
+import psutil
 import tyro
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
+from loky import ProcessPoolExecutor
 from tqdm import tqdm
 
 # ---------- Configuration -----------------------------------------------------------------------------------
@@ -85,6 +104,8 @@ class Config:
     answer equals that, or the \\boxed{} of the row's `solution`; `FILE.py:function`: your own
     function(prompts, completions, rows) -> list of floats, where prompts are lists of messages, rows dicts;
     say configs/model_reward.py:score, a reward model, or configs/rewards.py:math_recipe, a sum of several."""
+    reward_args: str | None = None
+    """Further keyword arguments of your reward function, as a JSON object of names and values."""
     reward_seconds: float = 10.0
     """Time limit of a call, where the reward is `math` or your own. Where a call fails or takes longer, its
     samples are rewarded one by one, each within the same limit, until three in a row have taken longer."""
@@ -1802,12 +1823,14 @@ class Reward:
         self.worked, self.failure = False, None  # whether it ever gave a number, and why it did not
         path, _, name = config.reward.rpartition(":")
         if config.reward == "math":
-            path = str(CONFIGS / "math_reward.py")
+            path, name = str(CONFIGS / "math_reward.py"), "math"
+            require(os.path.exists(path), f"--reward math needs {path}; copy that file there, too")
         self.function = exact_reward
         advice = "write FILE.py:function, a function(prompts, completions, rows) -> list of floats"
         with explained(f"--reward {config.reward}", advice, math_verify="pip install math-verify"):
             if path:
-                self.function = function_process(path, name, config.reward_seconds)
+                settings = json.loads(config.reward_args or "{}")
+                self.function = FunctionProcess(path, name, config.reward_seconds, settings)
 
     def __call__(self, *samples: list) -> list[float | None]:
         """Where rewarding all of them together fails, each is rewarded alone; what still fails, or is no
@@ -1851,13 +1874,66 @@ def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> lis
         rewards.append(float(text.strip() in [str(answer).strip() for answer in answers]))
     return rewards
 
-def function_process(path: str, name: str, seconds: float, *more: Any) -> Callable:
+class FunctionProcess:
     """A function of the user's file in a process of its own, where it may hang, crash or exhaust its memory:
-    only the call fails. Without the file that does this, a function of this process."""
-    file = CONFIGS / "function_process.py"
-    if not file.exists():
-        return runpy.run_path(path)[name]
-    return runpy.run_path(str(file))["FunctionProcess"](path, name, seconds, *more)
+    only the call fails. Beyond `seconds` it raises TimeoutError, and the process ends with all that it
+    started; the next call starts another. Returns a list; `settings` are further keyword arguments."""
+
+    def __init__(self, path: str, name: str, seconds: float, settings: dict | None = None):
+        self.path, self.name, self.seconds = os.path.abspath(path), name, seconds
+        self.settings = settings or {}
+        self.start()
+
+    def start(self) -> None:
+        self.pool = ProcessPoolExecutor(1)
+        self.run(300)  # load the file
+
+    def __call__(self, *arguments: Any) -> list:
+        if self.pool is None:
+            self.start()
+        return self.run(self.seconds, *arguments)
+
+    def run(self, seconds: float, *arguments: Any) -> list:
+        path, name, settings, trainer = self.path, self.name, self.settings, os.getpid()
+
+        def end_with_trainer():
+            psutil.Process(trainer).wait()
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
+            os._exit(1)
+
+        def call() -> tuple[list, str]:  # in the process, which imports nothing of this file
+            try:
+                if "users_file" not in sys.modules:
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
+                    threading.Thread(target=end_with_trainer, daemon=True).start()
+                    with contextlib.suppress(OSError):  # where no memory is left, Linux ends this one first
+                        Path("/proc/self/oom_score_adj").write_text("1000")
+                    sys.path.insert(0, os.path.dirname(path))
+                    spec = importlib.util.spec_from_file_location("users_file", path)
+                    sys.modules["users_file"] = importlib.util.module_from_spec(spec)
+                    spec.loader.exec_module(sys.modules["users_file"])
+                function = getattr(sys.modules["users_file"], name)
+                values = function(*arguments, **settings) if arguments else []
+                if not isinstance(values, list):
+                    values = values.tolist()  # of an array or a tensor
+                return [value.item() if hasattr(value, "item") else value for value in values], ""
+            except BaseException as error:  # sys.exit() too
+                return [], f"{type(error).__name__}: {error}".splitlines()[0]
+
+        try:
+            values, failure = self.pool.submit(call).result(seconds)
+        except BaseException as error:  # it took too long, died, or there was a Ctrl-C
+            self.pool.shutdown(kill_workers=True)
+            self.pool = None
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"took longer than {seconds:.4g} s") from None
+            if isinstance(error, BrokenExecutor):
+                raise RuntimeError("its process died: a crash, or no memory was left") from None
+            raise
+        if failure:
+            raise RuntimeError(failure)
+        return values
 
 # ---------- The reference -----------------------------------------------------------------------------------
 
@@ -2611,6 +2687,8 @@ def check_config(config: Config) -> None:
     require(re.fullmatch(r"exact|math|.+\.py:\w+", config.reward),
             f"--reward {config.reward}: write exact, math or FILE.py:function; a reward model is "
             "configs/model_reward.py:score, a sum of several configs/rewards.py:math_recipe")
+    with explained("--reward-args", "write a JSON object, such as '{\"model\": \"NAME\"}'"):
+        require(isinstance(json.loads(config.reward_args or "{}"), dict), "--reward-args is not a JSON object")
     require(config.prompt_template is None or "{prompt}" in config.prompt_template,
             "--prompt-template has no {prompt}, the place where the row's prompt goes")
     require(not config.sample_every or config.group_size > 1,
@@ -2682,7 +2760,7 @@ def warn_of_oddities(run: Run) -> None:
 def last_line(run: Run) -> str:
     """What was gained, in one sentence, and what to type next."""
     settings = shlex.quote(str(run.out / "config.toml"))
-    again = f"python {Path(sys.argv[0]).name} --config {settings}"
+    again = f"python {shlex.quote(sys.argv[0])} --config {settings}"
     if run.stopped_at:
         return (f"stopped after step {run.stopped_at} of {run.batches.steps}, saved; go on with: {again} "
                 f"--out {shlex.quote(str(run.out))} --resume latest")

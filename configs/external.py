@@ -20,15 +20,20 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from pathlib import Path
 
 import torch
 
 import humanline
-from humanline import explained, from_first_rank, function_process, warn
+from humanline import explained, from_first_rank, warn
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE))
+
+from function_process import FunctionProcess
+
 SECONDS = 3600  # how long a drawing may take
 
 
@@ -64,7 +69,7 @@ class External:
         command = shlex.split(os.environ.get("HUMANLINE_SAMPLER_COMMAND", ""))
         advice = "HUMANLINE_SAMPLER_COMMAND starts a Python that has it"
         with explained(self.name, f"see {self.log}", ModuleNotFoundError=advice):
-            self.process = function_process(path, name, SECONDS, command, environment, self.log)
+            self.process = FunctionProcess(path, name, SECONDS, command, environment, self.log)
         stack.callback(lambda: self.process.end())  # the present one: it may have been started anew
 
     def forget_weights(self, *_) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -299,24 +300,74 @@ def test_a_run_that_was_not_measured_before_its_first_step_ends_in_a_line_all_th
 
 # The file alone, and where there is no POSIX.
 
-def test_the_file_alone_trains_a_model_and_says_where_it_looked_for_the_reward_of_mathematics(
-        tiny, data_files, tmp_path):
-    shutil.copy(ROOT / "humanline.py", tmp_path)
-    reward = "def length(prompts, completions, rows):\n    return [len(text) for text in completions]\n"
-    (tmp_path / "length.py").write_text(reward)
-    flags = short_run(tiny, data_files["prompts"], "--sample-every 1")
+@pytest.fixture(scope="module")
+def alone(tiny, tmp_path_factory):
+    """alone(FLAGS) runs a copy of humanline.py in a folder that holds nothing else of ours."""
+    folder = tmp_path_factory.mktemp("alone")
+    shutil.copy(ROOT / "humanline.py", folder)
 
-    def run(reward: str, out: str) -> subprocess.CompletedProcess:
-        line = [sys.executable, "humanline.py", *flags, "--reward", reward, "--out", out]
-        return subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    def run(*flags: str) -> subprocess.CompletedProcess:
+        line = [sys.executable, "humanline.py", *flags]
+        return subprocess.run(line, capture_output=True, text=True, cwd=folder, timeout=600)
 
-    done = run("length.py:length", "out")
+    run.folder = folder
+    return run
+
+
+def test_the_file_alone_explains_its_flags(alone):
+    done = alone("--help")
+    assert done.returncode == 0 and "--sync-k" in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize("data, more", [("pairs", "--loss dpo"), ("prompts", "--sample-every 1")])
+def test_the_file_alone_trains_offline_and_online(alone, tiny, data_files, data, more):
+    done = alone(*short_run(tiny, data_files[data], more), "--out", data)
     assert done.returncode == 0, done.stderr
-    assert len(metrics(tmp_path / "out")) == 3 and (tmp_path / "out" / "final" / "model.safetensors").exists()
-    done = run("math", "other")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert not (tmp_path / "other").exists()
-    assert re.match(r"humanline.py: error: --reward math: .*No such file.*math_reward\.py", done.stderr)
+    assert len(metrics(alone.folder / data)) == 3 and (alone.folder / data / "final" / "model.safetensors").exists()
+    assert "; compare with: python humanline.py --config" in done.stdout
+
+
+MOODS = """
+import os, subprocess, sys, time
+import neighbour
+
+def mood(prompts, completions, rows, good):
+    print("rewarding")
+    subprocess.run(["cat"])  # reads its input to the end, which comes at once
+    for row in rows:
+        if row["mood"] == "hang": time.sleep(1000)
+        if row["mood"] == "exit": sys.exit(3)
+        if row["mood"] == "crash": os.abort()
+        if row["mood"] == "raise": raise ValueError("no")
+    return [float("nan") if row["mood"] == "nan" else neighbour.value + good for row in rows]
+"""
+
+
+def test_the_file_alone_keeps_its_promise_that_no_reward_stops_a_run(alone, tiny):
+    (alone.folder / "sub").mkdir()
+    (alone.folder / "sub" / "neighbour.py").write_text("value = 1")
+    (alone.folder / "sub" / "moods.py").write_text(MOODS)
+    moods = ["good", "hang", "exit", "crash", "raise", "nan"]
+    data = write_jsonl(alone.folder / "rows.jsonl", [dict(prompt=mood, mood=mood) for mood in moods])
+    done = alone("--model", tiny, "--data", data, *("--sample-every 1 --steps 1 --batch-size 6 --group-size 2 "
+                 "--max-new-tokens 3 --reward sub/moods.py:mood --reward-seconds 1 --out moods").split(),
+                 "--reward-args", '{"good": 5}')
+    assert done.returncode == 0, done.stderr
+    [line] = metrics(alone.folder / "moods")
+    assert line["failed"] == 10 and line["reward"] == pytest.approx(1.0)  # 6 for 2 samples of 12, else 0
+
+
+def test_the_file_alone_says_what_the_reward_of_mathematics_needs(alone, tiny, data_files):
+    done = alone(*short_run(tiny, data_files["prompts"], "--sample-every 1 --reward math"), "--out", "math")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (alone.folder / "math").exists()
+    assert re.search(r"error: --reward math needs .*configs/math_reward\.py; copy that file there", done.stderr)
+
+
+def test_the_scripts_own_requirements_are_those_of_requirements_txt():
+    block = re.search(r"^# /// script\n(.*?)^# ///$", (ROOT / "humanline.py").read_text(), re.DOTALL | re.MULTILINE)
+    script = tomllib.loads(re.sub("^# ", "", block[1], flags=re.MULTILINE))
+    needed = (ROOT / "requirements.txt").read_text().partition("\n#")[0].splitlines()
+    assert script["dependencies"] == needed and script["requires-python"] == ">=3.11"
 
 
 def test_it_imports_and_parses_where_there_is_no_posix():

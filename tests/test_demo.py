@@ -36,7 +36,7 @@ def test_the_command_without_arguments_aligns_a_model_and_suggests_the_baseline(
     lines = metrics(out)
     assert len(lines) == 256 and lines[-1]["accuracy"] == pytest.approx(after, abs=5e-4)
     monkeypatch.chdir(folder)
-    config = humanline.parse_config(last.split("python humanline.py ")[1].split())
+    config = humanline.parse_config(last.split(f"python {ROOT}/humanline.py ")[1].split())
     assert not config.humanline and config.sync_k == 0 and config.perception == "none" and config.lr == 8e-4
 
 

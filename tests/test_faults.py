@@ -109,7 +109,7 @@ def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_o
     assert f"{number.name}: stopping after this step" in error
     said = output.splitlines()[-1]
     assert said.startswith("stopped after step ") and "--resume latest" in said
-    again = shlex.split(said.split("python humanline.py ")[1])
+    again = shlex.split(said.split(f"python {ROOT}/humanline.py ")[1])
     assert command(*again, "--steps", str(len(metrics(out)) + 1)).returncode == 0
     assert (out / "final").exists()
 

@@ -171,10 +171,9 @@ ANSWERS = [  # what a model writes, the row's answer, and whether that is right
 
 
 def test_math_takes_what_is_said_and_no_more():
-    process = humanline.function_process(str(ROOT / "configs" / "math_reward.py"), "math", 300)
+    process = humanline.FunctionProcess(str(ROOT / "configs" / "math_reward.py"), "math", 300)
     texts, answers, right = zip(*ANSWERS)
     given = process([""] * len(texts), texts, [dict(answer=answer) for answer in answers])
-    process.end()
     assert list(zip(texts, given)) == list(zip(texts, right))
 
 
