@@ -1111,8 +1111,8 @@ def let_through(d: PerToken, config: Config) -> dict[str, list[np.ndarray]]:
         batch = d[start : start + config.batch_size]
         tokens = [one for group in batch for one in group]
         flat = torch.from_numpy(np.concatenate(tokens))[None]
-        rejected = humanline.humanline_rejected(flat, torch.ones_like(flat), *betas, generator)[0].numpy()
-        kept = iter(np.split(~rejected, np.cumsum([len(one) for one in tokens])[:-1]))
+        verdicts = humanline.humanline_verdicts(flat, torch.ones_like(flat), *betas, generator)[0].numpy()
+        kept = iter(np.split(verdicts == 0, np.cumsum([len(one) for one in tokens])[:-1]))
         sampled += [np.array([next(kept).mean() for _ in group]) for group in batch]
     return {"after clipping": clipped, "after sampling": sampled}
 

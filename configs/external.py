@@ -99,9 +99,9 @@ class External:
     def __call__(self, prompts: list, count: int, step: int, greedy: bool) -> list[tuple[list[int], list[float]]]:
         """Where the process dies, hangs or answers something else, it is started anew and asked again; raises UserError
         if that fails, too. The request holds all that the completions depend on."""
-        dtype = "float32" if self.policy.is_fp32 else "bfloat16"
+        dtype = "float32" if humanline.is_fp32(self.policy, self.config) else "bfloat16"
         settings = {
-            "temperature": 0.001 if greedy else self.config.temperature,
+            "temperature": 0.0 if greedy else self.config.temperature,
             "top_p": 1.0 if greedy else self.config.top_p,
             "stop_ids": self.stops,
             "max_new_tokens": self.config.max_new_tokens,

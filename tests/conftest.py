@@ -98,7 +98,7 @@ def data_files(tmp_path_factory) -> dict[str, str]:
 # What each loss must know of a sequence, of one after the other in turn.
 SIGNALS = {
     "dpo": [dict(is_chosen=True), dict(is_chosen=False)],
-    "kto": [dict(is_chosen=True, weight=1.5), dict(is_chosen=False), dict(is_chosen=False)],
+    "kto": [dict(is_chosen=True, kto_weight=1.5), dict(is_chosen=False), dict(is_chosen=False)],
     "grpo": [dict(advantage=advantage, is_chosen=advantage > 0) for advantage in (1.2, -0.4, 0.0, -0.8)],
 }
 

@@ -51,7 +51,7 @@ def test_kto_weighs_both_kinds_the_same_unless_told_otherwise():
     def weights(*groups, **settings):
         sequences = [sequence for unit in units("kto", *groups) for sequence in unit]
         LOSSES["kto"].set_weights(sequences, Config(loss="kto", **settings))
-        return [sequence.weight for sequence in sequences]
+        return [sequence.kto_weight for sequence in sequences]
 
     assert weights(GROUP) == [1.0, 3.0, 1.0, 1.0]
     assert weights(GROUP, desirable_weight=1.1, undesirable_weight=0.5) == [0.5, 1.1, 0.5, 0.5]
@@ -227,7 +227,7 @@ def test_every_epoch_sees_every_unit_once_in_an_order_of_its_own():
         batches = Batches(Config(loss="dpo", batch_size=4, steps=6, seed=seed), groups, 64)
         batches.make(6)
         assert [batch.step for batch in batches.pending] == list(range(1, 7))
-        return [sequence.row for batch in batches.pending for sequence in batch.sequences[::2]]
+        return [sequence.prompt[0] for batch in batches.pending for sequence in batch.sequences[::2]]
 
     rows = rows_in_order(seed=0)
     assert sorted(rows[:12]) == sorted(rows[12:]) == list(range(12)) and rows[:12] != rows[12:] != list(range(12))

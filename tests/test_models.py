@@ -284,8 +284,7 @@ def test_whether_a_model_allows_shared_prompts_is_found_out(config_class, more, 
     config = config_class(vocab_size=100, **SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=0,
                           eos_token_id=0, **more)
     policy = AutoModelForCausalLM.from_config(config)
-    policy.is_mixed = False
-    assert humanline.can_share_prompts(policy) == allows
+    assert humanline.can_share_prompts(policy, humanline.Config()) == allows
 
 
 # The boundary of prompt and completion.
