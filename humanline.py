@@ -225,6 +225,9 @@ class Config:
         # T of softmax(logits / T): the sampling temperature for rollouts, 1 for the data's completions.
         self.logits_temperature = self.temperature if self.sample_every else 1.0
         self.draws_outside = self.sample_every > 0 and self.sampler != "generate"
+        # What depends on the model; load_policy settles it.
+        self.is_mixed = False  # whether weights are fp32 and products bf16
+        self.shares_prompts = False  # whether a row of the forward pass may hold several completions
 
 RANGES = {  # the least and the largest value of settings
     (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high prior lora",
@@ -256,8 +259,8 @@ def humanline_clip(log_ratio: Tensor, log_eps_p: float = -1.5, log_eps_r: float 
 def humanline_verdicts(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamma_r: float = 0.01,
                        beta_p: float = 1.0, beta_r: float = 1.0,
                        generator: torch.Generator | None = None) -> Tensor:
-    """What humanline sampling decides for each token (Definition 4.2): -1, reject it because it has become too
-    unlikely; 1, reject it because it has become too likely; 0, keep it. (N, T) int8; see `humanline_sample`."""
+    """What humanline sampling decides for each token (Definition 4.2): -1 rejects it because it has become
+    too unlikely, 1 because it has become too likely, 0 keeps it. (N, T) int8; see `humanline_sample`."""
     verdicts = torch.zeros_like(mask, dtype=torch.int8)
     if not mask.any():
         return verdicts
@@ -476,8 +479,8 @@ class Microbatch:
     log_ratio: Tensor | None = None  # (N, T) what is perceived: d; plain and online log π_θ - log π_old
     taper: Tensor | None = None  # (N, 1) how much of the log-ratio's gradient is left, with --taper
     perceived: Tensor | None = None  # (N, T) d̃
-    is_low: Tensor | None = None  # (N, T) booleans: perception stops the gradient, the log-ratio being too low
-    is_high: Tensor | None = None  # the same: too high
+    is_low: Tensor | None = None  # (N, T) booleans: too low a log-ratio, whose gradient perception stops
+    is_high: Tensor | None = None  # the same for too high ones
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """To be logged, by name: values, and where they count, both (N, T) or (N,). The step logs the mean, or
     for a name that ends in `_max` the largest value. A loss may add its own."""
@@ -601,7 +604,8 @@ def train(config: Config) -> "Run":
                 batches.make(last, rollouts)
                 report["sample_seconds"] = time.perf_counter() - started
                 report |= run.keep_rollouts("rollouts.jsonl", rollouts, rows, step)
-                score_by_old_policy(policy, batches, config)
+                if config.ratio_to_old and last > step:  # for one step the old policy is the policy itself
+                    attach_logps("old_logps", policy, batches.pending, config)
 
             # Forward, perceive, loss, backward, a microbatch at a time: right below.
             batch = batches.next(step)
@@ -627,7 +631,9 @@ def train(config: Config) -> "Run":
             if step == batches.steps or (config.eval_every and step % config.eval_every == 0):
                 report |= run.measure(step)
             run.log(report)
-            if run.is_stopped(step) or (config.save_every and step % config.save_every == 0):
+            if any(gather_from_ranks(len(run.signals))) and step < batches.steps:
+                run.stopped_at = step
+            if run.stopped_at or (config.save_every and step % config.save_every == 0):
                 save_checkpoint(run.out / "checkpoint" / f"step-{step:08d}", optimizer, reference, step)
             if run.stopped_at:
                 break
@@ -648,7 +654,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
 
     active = [sequence for sequence in batch.sequences if not sequence.is_idle]
     for x in microbatches(policy, active, config, batch.step, z0):  # of this rank
-        with autocast(policy, config):
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
             x.logps = log_probs(policy, x.packed, config.logits_temperature)
         take_log_ratios(x, config)
         if config.taper:  # ours: the gradient of worse completions fades
@@ -819,8 +825,8 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
 # ---------- The run -----------------------------------------------------------------------------------------
 
 class Run:
-    """What training needs beside the method: the run's folder and its lock, logs, measurements, signals, ranks.
-    A reader of the method can leave it out."""
+    """What training needs beside the method: the run's folder and its lock, logs, measurements, signals. Skip
+    it to read the method."""
 
     def __init__(self, config: Config, stack: contextlib.ExitStack):
         """Check the folder. Errors of the user are found before anything is written, the cheapest first."""
@@ -855,7 +861,7 @@ class Run:
         if seen:
             warn(f"--eval-data: {seen} of its prompts are in --data, too")
         fields = json.dumps([row.fields for row in rows], default=str)
-        self.fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # by which a resumed run knows them again
+        self.fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # a resumed run must have the same
         if Path(self.config.model).is_dir():
             weights = from_first_rank(lambda: hashes(Path(self.config.model), "*.safetensors"))
             self.fingerprint += str(weights)
@@ -948,7 +954,8 @@ class Run:
         """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of what it shows.
         Raises UserError where a sampler that should have the policy's weights gives others' log-probs."""
         # Below a --top-p of 1 they are those among the tokens left, larger by -log(top_p) at most.
-        limit = SAMPLER_GAP[is_fp32(self.policy, self.config)] - math.log(self.config.top_p)
+        is_fp32 = self.policy.dtype == torch.float32 and not self.config.is_mixed
+        limit = SAMPLER_GAP[is_fp32] - math.log(self.config.top_p)
         gap = line.get("sampler_gap", 0.0)
         if line.get("lag") == 0 and gap > limit:
             raise UserError(
@@ -967,12 +974,6 @@ class Run:
             if self.tracker:
                 self.tracker.log(line, step=line["step"])
         self.steps.set_postfix(loss=line["loss"], reward=line.get("reward"), refresh=False)
-
-    def is_stopped(self, step: int) -> bool:
-        """Whether a signal has asked some rank to stop, after a step that is not the last."""
-        if any(gather_from_ranks(len(self.signals))) and step < self.batches.steps:
-            self.stopped_at = step
-        return self.stopped_at is not None
 
     def finish(self) -> None:
         """Write the final folder, unless a signal ended the run."""
@@ -1127,6 +1128,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             policy = load_weights(config, device)
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence "
                 "token, so completions could not end; set eos_token in tokenizer_config.json")
+        config.is_mixed = is_mixed(policy, config)
         if config.lora:
             add_adapters(policy, config)
         switch_off_dropout(policy)
@@ -1143,7 +1145,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
         policy.to(device)
     policy.train()
     check_output_head(policy, config)
-    policy.shares_prompts = all(gather_from_ranks(can_share_prompts(policy, config)))  # all ranks cut alike
+    config.shares_prompts = all(gather_from_ranks(can_share_prompts(policy, config)))  # all ranks cut alike
     return policy, tokenizer
 
 def load_weights(config: Config, device: torch.device) -> Module:
@@ -1181,7 +1183,7 @@ def add_adapters(policy: Module, config: Config) -> None:
         policy.add_adapter(LoraConfig(r=config.lora, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
                                       target_modules="all-linear"))
     for p in policy.parameters():
-        stays_fp32 = p.requires_grad or not is_mixed(policy, config)
+        stays_fp32 = p.requires_grad or not config.is_mixed
         p.data = p.data.to(torch.float32 if stays_fp32 else torch.bfloat16)
     for module in policy.modules():
         if hasattr(module, "lora_A"):  # autocast casts what it must; peft would keep a copy for each adapter
@@ -1204,7 +1206,7 @@ def shard(policy: Module, layers: list[Module], device: torch.device, config: Co
     """FSDP2: each rank keeps its part of every layer's weights, and gathers a layer when it is needed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-    precision = MixedPrecisionPolicy(torch.bfloat16 if is_mixed(policy, config) else None, torch.float32)
+    precision = MixedPrecisionPolicy(torch.bfloat16 if config.is_mixed else None, torch.float32)
     for module in [*layers, policy]:  # resharded, so that parameters() are always the shards
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.completion_logps = functools.partial(completion_logps, policy)
@@ -1215,12 +1217,12 @@ def check_output_head(policy: Module, config: Config) -> None:
     """Raises UserError where `log_probs` is not the model's own log-softmax, or is random."""
     ids = torch.arange(8, device=policy.device)[None] % policy.config.get_text_config().vocab_size
     sequence = Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())
-    with autocast(policy, config):
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
         ours = log_probs(policy, [[sequence]])
         again = log_probs(policy, [[sequence]])
         logits = policy(input_ids=ids, use_cache=False).logits
     theirs = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    tolerance = 0.005 if is_fp32(policy, config) else 0.05
+    tolerance = 0.005 if policy.dtype == torch.float32 and not config.is_mixed else 0.05
     name = f"--model {config.model}"
     require(logits.isfinite().all(), f"{name}: its logits are not finite numbers; its weights are spoilt")
     require(torch.allclose(ours, again, rtol=0, atol=1e-3), f"{name}: its log-probs are random in training "
@@ -1238,15 +1240,11 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
         return False
     pair = [Sequence([1, 2, 3, 4], [5, 6, 7]), Sequence([1, 2, 3, 4], [7, 6])]
     with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):  # it may raise anything
-        with autocast(policy, config):
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
             in_one_row = log_probs(policy, [pair])
             in_own_rows = log_probs(policy, [[sequence] for sequence in pair])
         return torch.allclose(in_one_row, in_own_rows, rtol=0.05, atol=0.05)
     return False
-
-def autocast(policy: Module, config: Config) -> torch.autocast:
-    """In a `with`: multiply in bf16, if --dtype asks for it."""
-    return torch.autocast(policy.device.type, torch.bfloat16, enabled=is_mixed(policy, config))
 
 def is_mixed(policy: Module, config: Config) -> bool:
     """Whether weights are fp32 and products bf16. `--dtype auto` does so on a GPU, and for large models on a
@@ -1255,9 +1253,6 @@ def is_mixed(policy: Module, config: Config) -> bool:
         return config.dtype == "mixed" or (config.lora > 0 and config.dtype == "bfloat16")  # fp32 adapters
     is_large = sum(p.numel() for p in policy.parameters()) >= 20_000_000
     return torch.cuda.is_available() or (is_large and torch.cpu._is_avx512_bf16_supported())
-
-def is_fp32(policy: Module, config: Config) -> bool:
-    return policy.dtype == torch.float32 and not is_mixed(policy, config)
 
 # ---------- Data --------------------------------------------------------------------------------------------
 # Rows on disk -> groups of rewarded completions -> batches.
@@ -1474,8 +1469,8 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
             group.completions = [cut_at_stop([*ids[len(group.prompt):], stops[0]], stops) for ids in wholes]
         texts = (group.prompt, *group.completions)
         require(all(texts) and max(map(max, texts)) < vocabulary,
-                f"{row.where}: the tokenizer of --model {config.model} makes no tokens of it, or some that the "
-                "model does not know; use the model's own")
+                f"{row.where}: the tokenizer of --model {config.model} makes no tokens of it, or some that "
+                "the model does not know; use the model's own")
         room = max(map(len, group.completions), default=config.max_new_tokens)
         if len(group.prompt) <= longest_prompt and len(group.prompt) + room <= longest:
             groups.append(group)
@@ -1493,10 +1488,6 @@ def are_tokens_of(tokenizer: Any, row: Row) -> bool:
     if largest >= len(tokenizer):
         return False
     return tokenizer.batch_decode(row.tokens, skip_special_tokens=True) == row.completions
-
-def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
-    """Up to and with the first of `stops`; without one, all."""
-    return ids[:next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
 
 def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
     """For each row the token ids of its prompt, up to where the model is to go on, and of its prompt with
@@ -1799,7 +1790,8 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
     policy.generation_config = GenerationConfig()
     policy.eval()
     try:
-        with autocast(policy, config), torch.compiler.set_stance("force_eager"):
+        with (torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed),
+              torch.compiler.set_stance("force_eager")):
             cache = prompt_cache(policy, ids, mask, config)
             drawn = policy.generate(ids, attention_mask=mask, past_key_values=cache, synced_gpus=config.shard,
                                     generation_config=settings, logits_processor=processors)
@@ -1835,8 +1827,7 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> A
     dtype of the multiplications: empty places cost less than a cache that grows with each token."""
     from transformers import DynamicCache, StaticCache
     different, index = torch.cat([ids, mask], 1).unique_consecutive(dim=0, return_inverse=True)
-    shares_prompts = getattr(policy, "shares_prompts", False)
-    if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not shares_prompts:
+    if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not config.shares_prompts:
         return None
     dtype = torch.bfloat16 if torch.is_autocast_enabled(policy.device.type) else policy.dtype
     cache = DynamicCache()
@@ -1851,6 +1842,10 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> A
         input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
     cache.reorder_cache(index)
     return cache
+
+def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
+    """Up to and with the first of `stops`; without one, all."""
+    return ids[:next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
 
 def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     """Token ids that end a completion, the one that ends offline completions first."""
@@ -2002,9 +1997,9 @@ class Reference:
     pass over the batch. That is right for any rule by which the reference follows the policy: write another
     `sync`, call it when you like, and say lookahead=False.
 
-    Lookahead saves most of this. At a sync the reference *is* the policy, so where the next sync is known, one
-    pass of the policy right then gives the log-probs of all batches up to it. The weights are put aside only
-    if some of these batches are still to be drawn, and borrowed once for all that a drawing brings."""
+    Lookahead saves most of this. At a sync the reference *is* the policy, so where the next sync is known,
+    one pass of the policy right then gives the log-probs of all batches up to it. The weights are put aside
+    only if some of these batches are still to be drawn, and borrowed once for all that a drawing brings."""
 
     def __init__(self, policy: Module, batches: Batches, config: Config, lookahead: bool = True):
         self.policy, self.batches, self.config, self.lookahead = policy, batches, config, lookahead
@@ -2035,7 +2030,8 @@ class Reference:
         if self.weights is None or not lacks:
             return
         self.swap_weights()
-        attach_logps("ref_logps", self.policy, [batch, *self.batches.ahead(self.until)], self.config)
+        others = [other for other in self.batches.pending if other.step <= self.until]
+        attach_logps("ref_logps", self.policy, [batch, *others], self.config)
         self.swap_weights()
         if self.lookahead and self.batches.made_until >= self.until:
             self.weights = None
@@ -2046,12 +2042,6 @@ class Reference:
             present = part.to("cpu", copy=True)
             part.copy_(self.weights[i])
             self.weights[i] = present
-
-def score_by_old_policy(policy: Module, batches: Batches, config: Config) -> None:
-    """Attach log π_old to newly drawn batches, which the policy as it is has drawn; where one step trains on
-    them, the old policy is the policy itself."""
-    if config.ratio_to_old and len(batches.pending) > 1:
-        attach_logps("old_logps", policy, batches.pending, config)
 
 def score_by_sampler(policy: Module, batches: Batches, config: Config) -> None:
     """Attach log μ to offline sequences whose sampler is unknown: the initial policy stands in for it."""
@@ -2079,7 +2069,7 @@ def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) ->
              for sequence in sequences}
     cuts = microbatches(policy, sequences, config)
     for x in tqdm(cuts, desc="log-probs", leave=False, delay=2, disable=RANK > 0 or None):
-        with autocast(policy, config):
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
             logps = log_probs(policy, x.packed, config.logits_temperature)
         if x.share:
             for sequence, values in zip(itertools.chain(*x.packed), logps):
@@ -2098,7 +2088,7 @@ def microbatches(policy: Module, sequences: list[Sequence], config: Config, step
     compute as many: one with fewer computes one of another's again, which counts nothing."""
     if not sequences:
         return []
-    cuts = cut(sequences, config, getattr(policy, "shares_prompts", False))
+    cuts = cut(sequences, config)
     known = [sequence.sampler_logps for sequence in sequences if sequence.sampler_logps is not None]
     mean_surprisal = -float(torch.cat(known).mean()) if known else 0.0
     mine = cuts[RANK]
@@ -2123,7 +2113,7 @@ def make_microbatch(packed: list[Packed], device: torch.device, step: int = 0, m
         columns[name] = torch.tensor([getattr(sequence, one) for sequence in sequences], device=device)
     return Microbatch(packed=packed, mask=mask, step=step, mean_surprisal=mean_surprisal, z0=z0, **columns)
 
-def cut(sequences: list[Sequence], config: Config, shares_prompts: bool) -> list[list[list[Packed]]]:
+def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
     """For each rank a list of microbatches, each a list of rows of the forward pass. All ranks make the same
     cuts.
 
@@ -2137,7 +2127,7 @@ def cut(sequences: list[Sequence], config: Config, shares_prompts: bool) -> list
         is_second = in_pairs and i % 2 == 1
         row = units[-1][-1] if is_second or (units and not in_pairs) else []
         longest = min(config.microbatch_tokens, max(3 * len(sequence.prompt), 256))
-        is_neighbour = shares_prompts and row and row[0].prompt == sequence.prompt
+        is_neighbour = config.shares_prompts and row and row[0].prompt == sequence.prompt
         if is_neighbour and width([*row, sequence]) <= longest:
             row.append(sequence)
         elif is_second:
@@ -2657,7 +2647,8 @@ def parse_config(argv: list[str]) -> Config:
         settings = demo_settings(typed.get("--loss", "grpo"))
     config = parse_flags(argv if settings is None else settings + argv)
     for name in config.given:
-        require(does_read(config.loss, name), f"--loss {config.loss} does not read {flag_of(name)}; leave it out")
+        require(does_read(config.loss, name),
+                f"--loss {config.loss} does not read {flag_of(name)}; leave it out")
     return config
 
 def does_read(loss: str, setting: str) -> bool:
@@ -2766,7 +2757,8 @@ def check_config(config: Config) -> None:
             f"--reward {config.reward}: write exact, math or FILE.py:function; a reward model is "
             "configs/model_reward.py:score, a sum of several configs/rewards.py:math_recipe")
     with explained("--reward-args", "write a JSON object, such as '{\"model\": \"NAME\"}'"):
-        require(isinstance(json.loads(config.reward_args or "{}"), dict), "--reward-args is not a JSON object")
+        is_object = isinstance(json.loads(config.reward_args or "{}"), dict)
+        require(is_object, "--reward-args is not a JSON object")
     require(config.prompt_template is None or "{prompt}" in config.prompt_template,
             "--prompt-template has no {prompt}, the place where the row's prompt goes")
     require(not config.sample_every or config.group_size > 1,

@@ -99,7 +99,8 @@ class External:
     def __call__(self, prompts: list, count: int, step: int, greedy: bool) -> list[tuple[list[int], list[float]]]:
         """Where the process dies, hangs or answers something else, it is started anew and asked again; raises UserError
         if that fails, too. The request holds all that the completions depend on."""
-        dtype = "float32" if humanline.is_fp32(self.policy, self.config) else "bfloat16"
+        is_fp32 = self.policy.dtype == torch.float32 and not self.config.is_mixed
+        dtype = "float32" if is_fp32 else "bfloat16"
         settings = {
             "temperature": 0.0 if greedy else self.config.temperature,
             "top_p": 1.0 if greedy else self.config.top_p,

@@ -178,7 +178,7 @@ def policy_of(tiny: str, **settings):
     """The tiny model, its tokenizer, and a configuration."""
     config = humanline.Config(**{"model": tiny, "batch_size": 4, **settings})
     policy, tokenizer = humanline.load_policy(config, torch.device("cpu"))
-    policy.shares_prompts = True
+    config.shares_prompts = True
     return policy, tokenizer, config
 
 

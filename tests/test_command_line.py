@@ -119,7 +119,7 @@ BAD_FLAGS = [
     ("--sinc-k 3", r"--sinc-k, 3; did you mean --sync-k\?; see --help$"),  # without that flag's own help
     ("--loss ppo", r"--loss ppo: did you mean 'dpo'\?"),
     ("--loss sft", r"--loss sft: known: dpo, grpo, kto"),
-    ("--kl-beta 0.1 --loss dpo", r"--kl-beta is of --loss grpo; --loss dpo does not read it"),
+    ("--kl-beta 0.1 --loss dpo", r"--loss dpo does not read --kl-beta; leave it out"),
     ("--lr", r"--lr"),
     ("--lr fast", r"--lr: could not convert string to float: 'fast'; see --help$"),
     ("--lr nan", r"--lr is nan; it must lie from 1e-12 to"),
@@ -294,7 +294,7 @@ def test_an_impossible_folder_is_one_line(tiny, data_files, tmp_path, capsys, ou
 
 def test_a_run_that_was_not_measured_before_its_first_step_ends_in_a_line_all_the_same():
     made = SimpleNamespace(config=parse("--model m --data d"), out=Path("out"), stopped_at=None, started=0,
-                           batches=SimpleNamespace(steps=7), known=dict(accuracy=0.5, greedy=0.6))
+                           batches=SimpleNamespace(steps=7), latest=dict(accuracy=0.5, greedy=0.6))
     assert humanline.last_line(made).startswith("GRPO, humanline, 7 steps in")
 
 

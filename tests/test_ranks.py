@@ -167,7 +167,7 @@ counts = []
 for longest in (2, 6):
     config = humanline.parse_config([*sys.argv[1:], "--shard", "--sample-every", "1", "--max-new-tokens", str(longest)])
     policy, tokenizer = humanline.load_policy(config, humanline.join_ranks())
-    policy.shares_prompts = True
+    config.shares_prompts = True
     sampler = humanline.Sampler(policy, tokenizer, config)
     rows = humanline.read_rows(config.data[0], config, "--data")
     groups = humanline.encode_rows(rows, sampler, online=True)[:4]

@@ -187,4 +187,4 @@ def test_a_rank_that_fails_on_a_gpu_ends_at_once(monkeypatch):
 
 def test_ranks_of_which_one_cannot_share_prompts_all_do_without(tiny, data_files, tmp_path, monkeypatch):
     monkeypatch.setattr(humanline, "gather_from_ranks", lambda value: [value, False] if value is True else [value])
-    assert not train(short_run(tiny, data_files["groups"], f"--out {tmp_path}/out")).policy.shares_prompts
+    assert not train(short_run(tiny, data_files["groups"], f"--out {tmp_path}/out")).config.shares_prompts
