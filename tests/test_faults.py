@@ -99,7 +99,7 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
 def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_on(
         tiny, data_files, tmp_path, number):
     out = tmp_path / "my run"
-    process = start("--model", tiny, "--data", data_files["groups"], "--steps", "100000", "--out", str(out))
+    process = start("--model", tiny, "--data", data_files["groups"], "--steps", "300", "--out", str(out))
     while not ((out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size):
         assert process.poll() is None
         time.sleep(0.01)
@@ -110,7 +110,7 @@ def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_o
     said = output.splitlines()[-1]
     assert said.startswith("stopped after step ") and "--resume latest" in said
     again = shlex.split(said.split(f"python {ROOT}/humanline.py ")[1])
-    assert command(*again, "--steps", str(len(metrics(out)) + 1)).returncode == 0
+    assert command(*again).returncode == 0
     assert (out / "final").exists()
 
 
