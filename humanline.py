@@ -2541,27 +2541,7 @@ def parse_flags(args: list[str], kind: Any = Config) -> Any:
     text = " ".join(re.sub("[│╭╮╰╯─]|-{3,}", " ", text).split())
     text = re.sub(r" (Argument|For full helptext).*$|no type matching .*<class '\w+'>: ", "", text)
     text = re.sub(r" Perhaps you meant: (--[\w-]+).*$", r"; did you mean \1?", text)
-    flag = re.search(r"--(no-)?([\w-]+)", text)
-    advice = instead_of(flag[2].replace("-", "_")) if flag else ""
-    raise UserError(f"{text}; {advice or 'see --help'}")
-
-GONE = {  # what to do instead of settings of earlier versions
-    "leave it out": "ref plan rollouts untyped ratio eval_greedy share_prompts draw_ahead on_collapse "
-                    "lora_targets schedule",
-    "write sync_k": "sync_drift sync_alpha",
-    "write taper = true for stale = \"taper\"": "stale",
-    "merge final/ with peft, as in the README": "merge",
-    "write one JSON object, such as '{\"enable_thinking\": false}'": "template_values",
-    "set HUMANLINE_SAMPLER_COMMAND or _WEIGHTS, as configs/external.py says":
-        "sampler_command sampler_weights sampler_python sampler_devices",
-    "set SECONDS in configs/external.py": "sampler_seconds",
-    "for several write a function that adds them, as configs/rewards.py:math_recipe": "reward",
-    "temperature and top_p hold for both; for others, eval.py accuracy": "eval_temperature eval_top_p",
-}
-
-def instead_of(name: str) -> str:
-    """What to do instead of a setting of an earlier version; "" of any other name."""
-    return next((advice for advice, names in GONE.items() if name in names.split()), "")
+    raise UserError(f"{text}; see --help")
 
 def read_config(path: str) -> list[str]:
     """The settings of a TOML file as flags."""
@@ -2571,10 +2551,9 @@ def read_config(path: str) -> list[str]:
     args = []
     for key, value in table.items():
         name = key.replace("-", "_")
-        advice = instead_of(name) or suggest(name, names)
-        require(name in names, f"{path}: unknown key '{key}'; {advice}")
+        require(name in names, f"{path}: unknown key '{key}'; {suggest(name, names)}")
         require(name == "data" or not isinstance(value, (list, dict)),
-                f"{path}: {key} = {value!r} must be a single value; {advice}")
+                f"{path}: {key} = {value!r} must be a single value; see --help")
         values = value if isinstance(value, list) else [value]
         if name in ("model", "data", "eval_data", "reward"):
             values = [find_file(str(one)) for one in values]
