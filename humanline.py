@@ -165,7 +165,7 @@ class Config:
     max_prompt_length: int | None = None  # Longest prompt, in tokens; rows with longer ones are dropped.
     microbatch_tokens: int = 16384
     """Tokens, with padding, per forward and backward; lower it if memory runs out. Changes no result."""
-    compile: bool | None = None  # torch.compile. Default: on a GPU.
+    compile: bool = torch.cuda.is_available()  # Compile the model's layers with torch.compile. Default: on a GPU.
     shard: bool = False
     """Shard weights, gradients and moments over the ranks (FSDP2). While it draws, each has all weights."""
     seed: int = 0  # All randomness follows from this and the step; draws also from the number of ranks.
@@ -194,8 +194,7 @@ class Config:
             self.lr = 1e-5 if self.lora else 1e-6
         if self.batch_size is None:
             self.batch_size = LOSSES[self.loss].batch_size
-        if self.compile is None:
-            self.compile = torch.cuda.is_available()
+        self.out = self.out and os.path.expanduser(self.out)
         check_config(self)
         # The log-ratio of a plain loss online is to the old policy, and only the KL to the reference.
         self.takes_old_policy = self.sample_every > 0 and self.sync_k == 0
@@ -2503,8 +2502,10 @@ def leave(status: int, message: str = "") -> int:
 
 def parse_config(argv: list[str]) -> Config:
     """Flags over --config, or over the settings of the demo, over defaults."""
-    require(argv.count("--data") < 2, "--data is there twice; write --data ONE OTHER")
-    words = [part for word in argv for part in word.split("=")]  # --flag=VALUE is --flag VALUE
+    words = [part for word in argv for part in word.split("=", 1)]
+    # --flag_name=VALUE is --flag-name VALUE.
+    words = [word.replace("_", "-") if word.startswith("--") else word for word in words]
+    require(words.count("--data") < 2, "--data is there twice; write --data ONE OTHER")
     typed = dict(itertools.pairwise([*words, ""]))
     parts = sorted({"--sync-k", "--perception"} & typed.keys())
     require("--no-humanline" not in typed or not parts,
