@@ -1260,10 +1260,16 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
             return datasets.Dataset.from_parquet(spec)
         if kind == ".csv":
             import pandas
-            texts = pandas.read_csv(spec, dtype=str, keep_default_na=False, na_values=[""], index_col=False)
+            texts = pandas.read_csv(spec, dtype=str, keep_default_na=False, na_values=[""])
+            require(isinstance(texts.index, pandas.RangeIndex),
+                    f"{source} row 1: more values than columns; quote a text that holds a comma")
             return datasets.Dataset.from_pandas(texts)
         name, *parts = spec.split(":")
         split = parts.pop() if parts else "train"
+        if Path(name).is_dir():
+            files = datasets.load_dataset_builder(name, *parts).config.data_files[split]
+            if Path(files[0]).suffix in (".jsonl", ".json", ".csv"):
+                return itertools.chain.from_iterable(read_table(file, source) for file in files)
         return datasets.load_dataset(name, *parts, split=split)
 
 def read_json(path: Path, source: str) -> Iterator[dict]:
@@ -1324,35 +1330,49 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         with explained(f"{where}: --prompt-template", "name a column of the rows"):
             text = re.sub(r"\{([a-zA-Z_]\w*)\}", lambda name: str(known[name[1]]), config.prompt_template)
         row.prompt[-1]["content"] = text
-    if config.system is not None and row.prompt[0]["role"] != "system":
-        row.prompt.insert(0, dict(role="system", content=config.system))
+    system = known.get("system") or config.system
+    if system is not None and row.prompt[0]["role"] != "system":
+        row.prompt.insert(0, dict(role="system", content=system))
     return row
 
 def find_answers(known: dict, where: str) -> tuple[list, list[float]]:
     """A row's answers, texts or messages, with their rewards or labels."""
-    answers, rewards = [], []
     if "completions" in known:
         answers = known["completions"]
-        rewards = known["scores"]
-    elif "chosen" in known:
-        answers = [known["chosen"], known["rejected"]]
-        rewards = [1, 0]
-        if "output_A" in known:  # HALOs: the label is whether A is better
-            rewards = [known["label"], not known["label"]]
-    elif "completion" in known and {"label", "reward"} & known.keys():
-        answers = [known["completion"]]
-        rewards = [known.get("label", known.get("reward"))]
-    require(len(answers) == len(rewards), f"{where}: {len(answers)} completions have {len(rewards)} scores")
-    for i, reward in enumerate(rewards):
-        with contextlib.suppress(ValueError):  # of a CSV: 1, 0.5 or True, or else a word
-            rewards[i] = json.loads(reward.lower()) if isinstance(reward, str) else reward
-        require(isinstance(rewards[i], (int, float)) and abs(rewards[i]) < 1e100,
-                f"{where}: a score or label is {reward!r:.60}; it must be a number below 1e100")
-    return answers, [float(reward) for reward in rewards]
+        rewards = [read_number(score, where) for score in known["scores"]]
+        count = len(answers)
+        require(count == len(rewards), f"{where}: {count} completions have {len(rewards)} scores")
+        return answers, rewards
+    if "chosen" in known:
+        label = read_label(known["label"], where) if "output_A" in known else 1.0  # HALOs: whether A is better
+        return [known["chosen"], known["rejected"]], [label, 1 - label]
+    if "completion" in known and "label" in known:
+        return [known["completion"]], [read_label(known["label"], where)]
+    if "completion" in known and "reward" in known:
+        return [known["completion"]], [read_number(known["reward"], where)]
+    return [], []
+
+def read_number(value: Any, where: str) -> float:
+    """A score or label: a number or boolean, or in a CSV the text of one."""
+    number = value
+    with contextlib.suppress(ValueError):
+        number = json.loads(value.lower()) if isinstance(value, str) else value
+    require(isinstance(number, (int, float)) and abs(number) < 1e100,
+            f"{where}: a score or label is {value!r:.60}; it must be a number below 1e100")
+    return float(number)
+
+def read_label(value: Any, where: str) -> float:
+    """1 for a desirable completion; 0, from 0 or -1, for an undesirable one."""
+    label = read_number(value, where)
+    require(label in (0, 1, -1), f"{where}: a label is {label:g}; it must be 1 or true, or else 0, -1 or false; of "
+            "ratings make such labels, with 1 for the good ones")
+    return max(label, 0.0)
 
 def read_messages(value: Any, role: str, where: str) -> list[dict]:
     """A text by `role`, or chat messages, as messages; HH-RLHF's "Human:" and "Assistant:" are split."""
     if isinstance(value, str):
+        is_dialogue = re.match(r"(?s)\s*\[\s*\{.*['\"]role['\"]:\s*['\"](system|user|assistant)", value)
+        require(not is_dialogue, f"{where}: chat messages in a text; write the rows as JSON lines")
         before, *parts = re.split(r"\n\n(Human|Assistant): ?", value)
         if role == "assistant" and not before.strip() and len(parts) > 2:
             roles = dict(Human="user", Assistant="assistant")

@@ -1,5 +1,6 @@
 """What once went wrong without a word: each case costs one line now, or comes out right."""
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -23,10 +24,32 @@ def elsewhere(tmp_path_factory, monkeypatch):
 
 # Data.
 
-def test_a_csv_of_another_shape_is_one_line(tiny, tmp_path, capsys):
-    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\na,b,c\nd,e\n")
+@pytest.mark.parametrize("lines", ["a,b,c\nd,e\n", "a,b,c,d\na,b,c\n", "a,b,c\na,b,c,d\n", "a,b,c,d\na,b,c,d\n"])
+def test_a_csv_of_another_shape_is_one_line(tiny, tmp_path, capsys, lines):
+    (tmp_path / "rows.csv").write_text(f"prompt,chosen,rejected\n{lines}")
     wrong = short_run(tiny, tmp_path / "rows.csv", "--loss dpo")
     assert "rows.csv" in complaint(wrong, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name, text", [
+    ("train.csv", "prompt,answer\n1+6=,007\nwhen?,NA\nday?,2024-01-08\n"),
+    ("train.jsonl", "".join(json.dumps(dict(prompt=prompt, answer=answer)) + "\n" for prompt, answer in (
+        ("1+6=", "007"), ("when?", "NA"), ("day?", "2024-01-08"))))])
+def test_a_folder_is_read_as_its_files_are(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    read = lambda spec: [row.fields for row in humanline.read_rows(str(spec), humanline.Config(), "--data")]
+    assert read(tmp_path) == read(tmp_path / name)
+    assert [fields["answer"] for fields in read(f"{tmp_path}:train")] == ["007", "NA", "2024-01-08"]
+    with pytest.raises(humanline.UserError, match="no 'test'"):
+        read(f"{tmp_path}:test")
+
+
+def test_a_folder_of_compressed_files_is_read_as_well(tmp_path):
+    """As HH-RLHF comes from the hub."""
+    with gzip.open(tmp_path / "train.jsonl.gz", "wt") as file:
+        file.write('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    [row] = humanline.read_rows(str(tmp_path), humanline.Config(), "--data")
+    assert row.completions == ["b", "c"]
 
 
 def test_false_and_0_in_a_csv_are_false_and_0(tmp_path):
@@ -38,10 +61,19 @@ def test_false_and_0_in_a_csv_are_false_and_0(tmp_path):
     assert row.rewards == [0.0, 0.5]
 
 
+TURNS = [dict(content="What is 1+1?", role="user")]
+
+
 @pytest.mark.parametrize("row, expected", [
     (dict(prompt="a", chosen="b", rejected="c", completions=["b", "c"], scores=[0, 1]), "both a pair and a group"),
     (dict(prompt="a", completion="b", reward=1, tokens=[9, 3], logps=[5.0, -1.0]), "are not token ids and as many log-probs"),
     (dict(prompt="a", completions=["b", "c"], scores=[0, 1e200]), "a score or label is 1e+200"),
+    (dict(prompt="a", completion="b", label=4), "a label is 4; it must be 1 or true, or else 0, -1 or false; of ratings"),
+    (dict(prompt="a", completion="b", label="0.5"), "a label is 0.5"),
+    (dict(prompt="a", output_A="b", output_B="c", label="2"), "a label is 2"),
+    (dict(prompt="a", output_A="b", output_B="c", label=0.5), "a label is 0.5"),
+    (dict(prompt=json.dumps(TURNS), chosen="b", rejected="c"), "chat messages in a text; write the rows as JSON lines"),
+    (dict(prompt="a", chosen=str(TURNS), rejected="c"), "chat messages in a text"),
 ])
 def test_a_row_that_would_be_misread_is_one_line(tiny, tmp_path, capsys, row, expected):
     data = write_jsonl(tmp_path / "rows.jsonl", [row])
