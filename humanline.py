@@ -804,6 +804,12 @@ class Run:
             warn(f"--eval-data: {seen} of its prompts are in --data, too")
         fields = json.dumps([row.fields for row in self.rows], default=str)
         fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # by which a resumed run knows them again
+        for name in "reward", "sampler":
+            spec = getattr(config, name)
+            if ":" in spec:
+                file = Path(spec.rpartition(":")[0])
+                require(file.is_file(), f"--{name} {spec}: No such file; write FILE.py:function")
+                fingerprint += str(hashes(file.parent, file.name))
         if Path(config.model).is_dir():
             fingerprint += from_first_rank(lambda: str(hashes(Path(config.model), "*.safetensors")))
         told = gather_from_ranks(f"{config} {fingerprint}")
@@ -822,13 +828,14 @@ class Run:
         if self.eval_rows:
             self.eval_groups = encode_rows(self.eval_rows, self.sampler, "--eval-data", online=True)
         self.sampler.check_rows(self.eval_rows + self.rows if config.sample_every else self.eval_rows)
+        fingerprint += str(tokenizer.chat_template)
         self.batches = Batches(config, groups, self.sampler.longest, fingerprint)
         from_first_rank(lambda: lock(self.out, config, stack))
         self.optimizer = torch.optim.AdamW(trained(self.policy).values(), lr=config.lr, eps=config.adam_eps,
                                            weight_decay=config.weight_decay, fused=True)
         self.reference = Reference(self.policy, self.batches, config)
         if config.sampler != "generate":
-            path, _, name = find_file(config.sampler).rpartition(":")
+            path, _, name = config.sampler.rpartition(":")
             with explained(f"--sampler {config.sampler}", "name a function of a file"):
                 self.sampler.external = runpy.run_path(path)[name](self)
         self.first = 1  # step
@@ -1002,7 +1009,7 @@ def check_folder(out: Path, config: Config) -> None:
     require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
     for name in "config.toml", *LINES, "checkpoint":
         require(is_run or not (out / name).exists(),
-                f"--out {out}: its {name} was not written by a run of humanline.py; choose another folder")
+                f"--out {out}: its {name} was not written by this version of humanline.py; choose another folder")
     require(config.resume is not None or not is_run,
             f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another")
 
@@ -2298,7 +2305,7 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         with new_folder(path) as folder:
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(text)
-            (folder / "files.json").write_text(json.dumps(hashes(folder)))
+            (folder / "files.json").write_text(json.dumps(dict(format=FORMAT) | hashes(folder)))
     except Exception as error:  # safetensors has an exception of its own for a full disk
         warn(f"could not write {path}: {error}; what was saved before stays")
         return
@@ -2341,10 +2348,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 def hashes(folder: Path, names: str = "*") -> dict[str, str]:
-    """The SHA-256 of the files in a folder, but of the one that holds them."""
+    """The SHA-256 of the files in a folder."""
     found = {}
     for path in sorted(folder.glob(names)):
-        if path.is_file() and path.name != "files.json":
+        if path.is_file():
             with path.open("rb") as file:
                 found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
@@ -2356,7 +2363,9 @@ def find_damage(folder: Path) -> str:
         found = hashes(folder)
     except (OSError, ValueError) as error:
         return f"not a whole checkpoint ({error})"
-    damaged = [name for name in sorted(written | found) if written.get(name) != found.get(name)]
+    if written.pop("format", None) != FORMAT:
+        return "written by another version of humanline.py, which can go on with it"
+    damaged = [name for name in written if written[name] != found.get(name)]
     return f"damaged: {', '.join(damaged)}" if damaged else ""
 
 def find_checkpoint(config: Config, out: Path) -> Path | None:
@@ -2399,7 +2408,8 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
                 f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with its own "
                 "config.toml")
     require(state["data"] == batches.fingerprint,
-            f"--resume {path}: the rows of --data or the weights of --model have changed since then")
+            f"--resume {path}: since then the rows of --data, the weights or the chat template of --model, or the "
+            "file of --reward or --sampler have changed")
     done, planned = state["step"], settings["steps"]
     require(config.steps or batches.steps == planned,
             f"--resume {path}: it was to take {planned} steps; say --steps {planned}")
@@ -2576,7 +2586,7 @@ def read_config(path: str) -> list[str]:
         require(name == "data" or not isinstance(value, (list, dict)),
                 f"{path}: {key} = {value!r} must be a single value; see --help")
         values = value if isinstance(value, list) else [value]
-        if name in ("model", "data", "eval_data", "reward"):
+        if name in ("model", "data", "eval_data", "reward", "sampler"):
             values = [find_file(str(one)) for one in values]
         if isinstance(value, bool):
             args.append(flag_of(name if value else f"no_{name}"))
@@ -2617,10 +2627,13 @@ def check_config(config: Config) -> None:
             "--group-size 1 leaves nothing to compare; use 2 or more")
     require(re.fullmatch(r"generate|.+\.py:\w+", config.sampler),
             f"--sampler {config.sampler}: write generate or FILE.py:function, say configs/external.py:vllm")
+    require(not config.eval_every or config.eval_data,
+            f"--eval-every {config.eval_every} has nothing to measure on; add --eval-data ROWS")
     require(config.resume != "latest" or config.out,
             "--resume latest looks in the run's folder; name it with --out")
 
-TOML_HEAD = "# python humanline.py --config THIS_FILE repeats the run.\n"
+FORMAT = 1  # of a run's folder: raised where an older one can no longer be resumed
+TOML_HEAD = f"# python humanline.py --config THIS_FILE repeats the run. Format {FORMAT}.\n"
 
 def to_toml(config: Config) -> str:
     """What was set, as TOML that --config reads back. Where the run lies is left to the next one."""

@@ -260,7 +260,7 @@ def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(tiny, data_f
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("lr = 1e-3  # mine\n")
     flags = f"--model {tiny} --data {data_files['groups']} --out {tmp_path / 'out'} {more}".split()
-    assert f"its {name} was not written by a run" in complaint(flags, tmp_path, capsys)
+    assert f"its {name} was not written by this version of humanline.py;" in complaint(flags, tmp_path, capsys)
     assert (tmp_path / "out" / name).read_text() == "lr = 1e-3  # mine\n"
 
 

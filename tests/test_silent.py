@@ -125,21 +125,61 @@ def test_weights_that_do_not_fit_are_one_line(tiny, data_files, tmp_path, capsys
 
 # Resume, and the ranks.
 
-def test_a_resume_notices_other_answers_and_another_base(run, tiny, tmp_path):
+@pytest.mark.parametrize("changed", ["rows", "weights", "template", "reward", "sampler"])
+def test_a_resume_notices_what_else_its_rewards_and_weights_depend_on(run, tiny, varied, tmp_path, changed):
     rows = [dict(prompt=f"{i}+1=", answer=str(i)) for i in range(8)]
     data, model = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "model"
     shutil.copytree(tiny, model)
-    start = short_run(model, data, "--no-humanline --sample-every 1 --save-every 2")
+    reward = shutil.copy(varied.partition(":")[0], tmp_path / "reward.py")
+    sampler = tmp_path / "sampler.py"
+    sampler.write_text("def draw(run):\n    def drawn(prompts, count, step, greedy):\n"
+                       "        return [([3], [-0.1])] * (len(prompts) * count)\n    return drawn\n")
+    start = short_run(model, data, f"--no-humanline --sample-every 1 --save-every 2 --reward {reward}:varied")
+    start += ["--sampler", f"{sampler}:draw", "--top-p", "1e-9"]  # any log-probs will do
     out = run("", flags=start, out=str(tmp_path / "out"))
     shutil.rmtree(out / "final")
-    write_jsonl(tmp_path / "rows.jsonl", [row | dict(answer="x") for row in rows])
-    with pytest.raises(humanline.UserError, match="rows of --data or the weights of --model have changed"):
+    if changed == "rows":
+        write_jsonl(tmp_path / "rows.jsonl", [row | dict(answer="x") for row in rows])
+    elif changed == "weights":
+        other = {name: tensor * 1.01 for name, tensor in load_file(model / "model.safetensors").items()}
+        save_file(other, model / "model.safetensors", metadata={"format": "pt"})
+    else:
+        file = {"template": model / "chat_template.jinja", "reward": reward, "sampler": sampler}[changed]
+        with open(file, "a") as text:
+            text.write(" ")
+    with pytest.raises(humanline.UserError, match="since then the rows of --data, .* have changed"):
         run("--resume latest", flags=start, out=str(out))
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    other = {name: tensor * 1.01 for name, tensor in load_file(model / "model.safetensors").items()}
-    save_file(other, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(humanline.UserError, match="rows of --data or the weights of --model have changed"):
-        run("--resume latest", flags=start, out=str(out))
+
+
+def test_a_stray_file_in_a_checkpoint_is_no_damage(run, tmp_path):
+    out = run("--save-every 3", out=str(tmp_path / "out"))
+    shutil.rmtree(out / "final")
+    for name in ("step-00000006", "step-00000003"):
+        (out / "checkpoint" / name / ".DS_Store").write_text("Finder was here")
+    config = humanline.Config(out=str(out), resume="latest")
+    assert humanline.find_checkpoint(config, out).name == "step-00000006"
+
+
+def test_a_run_of_another_version_is_called_that(run, tiny, data_files, tmp_path, capsys):
+    out = run("--save-every 3", out=str(tmp_path / "out"))
+    shutil.rmtree(out / "final")
+    checkpoint, settings = out / "checkpoint" / "step-00000006", out / "config.toml"
+    hashes = json.loads((checkpoint / "files.json").read_text())
+    (checkpoint / "files.json").write_text(json.dumps({name: value for name, value in hashes.items() if name != "format"}))
+    flags = short_run(tiny, data_files["groups"], f"--resume {checkpoint}")
+    assert f"{checkpoint}: written by another version of humanline.py" in complaint(flags, tmp_path, capsys)
+    settings.write_text(settings.read_text().replace("Format 1", "Format 0"))
+    flags = short_run(tiny, data_files["groups"], f"--out {out} --resume latest")
+    assert "its config.toml was not written by this version of humanline.py" in complaint(flags, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("--reward nosuchfile.py:f", "--reward nosuchfile.py:f: No such file"),
+    ("--sampler nosuchfile.py:f", "--sampler nosuchfile.py:f: No such file"),
+    ("--eval-every 2", "--eval-every 2 has nothing to measure on; add --eval-data"),
+])
+def test_a_flag_that_would_do_nothing_is_one_line(tiny, data_files, tmp_path, capsys, flags, expected):
+    assert expected in complaint(short_run(tiny, data_files["groups"], flags), tmp_path, capsys)
 
 
 def test_measuring_on_prompts_of_the_training_data_is_warned_of(run, tiny, tmp_path, capsys):
