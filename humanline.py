@@ -33,6 +33,7 @@ import contextlib
 import dataclasses
 import datetime
 import difflib
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -165,7 +166,7 @@ class Config:
     max_prompt_length: int | None = None  # Longest prompt, in tokens; rows with longer ones are dropped.
     microbatch_tokens: int = 16384
     """Tokens, with padding, per forward and backward; lower it if memory runs out. Changes no result."""
-    compile: bool = torch.cuda.is_available()  # Compile the model's layers with torch.compile. Default: on a GPU.
+    compile: bool = torch.cuda.is_available()  # Compile the layers with torch.compile. Default: on a GPU.
     shard: bool = False
     """Shard weights, gradients and moments over the ranks (FSDP2). While it draws, each has all weights."""
     seed: int = 0  # All randomness follows from this and the step; draws also from the number of ranks.
@@ -418,9 +419,6 @@ class Sequence:
     rejected: Tensor | None = None  # (len(completion),) booleans, with --perception sample
     is_idle: bool = False  # has no gradient, and is left out
 
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.completion)
-
 @dataclass
 class Microbatch:
     """N sequences that go through the policy together, in pairs chosen, rejected, chosen, … (N, T) tensors
@@ -577,7 +575,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
     """Fill the parameters' .grad with the gradient of the batch's mean loss; returns what the step reports.
     All means are over the global batch, so that microbatches and ranks change nothing."""
     loss = LOSSES[config.loss]
-    totals: dict[str, Tensor] = {}
+    totals = {}  # of each metric, for `describe_step`
     total_loss = torch.zeros((), device=policy.device)
     z0 = None
     if config.perception == "sample":
@@ -608,7 +606,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             note_metrics(totals, x, logps, log_ratio, d, perceived, passes, weight, config)
 
     # A gradient for every parameter, even on a rank without work: the sum over all ranks.
-    parameters = [p for p in policy.parameters() if p.requires_grad]
+    parameters = trained(policy).values()
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -736,7 +734,7 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
                   config: Config) -> dict[str, float]:
     """What a step reports, over all ranks; tests/claims/metrics.md says what each name means."""
     report = {"loss": 0.0, "reward": batch.reward}
-    sums: dict[str, Tensor] = {}
+    sums = {}
     of_this_rank = {name: total.cpu() for name, total in totals.items()}
     for loss_of_rank, totals_of_rank in gather_from_ranks((float(loss), of_this_rank)):
         report["loss"] += loss_of_rank
@@ -789,6 +787,8 @@ class Run:
         require(config.data, "--data names nothing; give it a file or a hub name")
         device = join_ranks()
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start torchrun")
+        require(not config.taper or not config.sample_every or config.top_p == 1, "--taper compares log-probs "
+                "of the whole vocabulary, and --top-p below 1 draws from a part of it; use --top-p 1")
         new_name = time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")
         self.out = Path(from_first_rank(lambda: config.out or new_name))
         from_first_rank(lambda: check_folder(self.out, config))
@@ -804,24 +804,20 @@ class Run:
             warn(f"--eval-data: {seen} of its prompts are in --data, too")
         fields = json.dumps([row.fields for row in self.rows], default=str)
         fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # by which a resumed run knows them again
-        for name in "reward", "sampler":
-            spec = getattr(config, name)
-            if ":" in spec:
-                file = Path(spec.rpartition(":")[0])
-                require(file.is_file(), f"--{name} {spec}: No such file; write FILE.py:function")
-                fingerprint += str(hashes(file.parent, file.name))
-        if Path(config.model).is_dir():
-            fingerprint += from_first_rank(lambda: str(hashes(Path(config.model), "*.safetensors")))
+        files = [Path(spec.rpartition(":")[0]) for spec in (config.reward, config.sampler)]
+        for file in files:
+            require(file.exists(), f"--reward or --sampler: no file {file}; write FILE.py:function")
+        files += Path(config.model).glob("*.safetensors")
+        fingerprint += from_first_rank(lambda: str(hashes(files)))
         told = gather_from_ranks(f"{config} {fingerprint}")
         require(len(set(told)) == 1, "the ranks have different flags or rows")
 
         self.policy, tokenizer = load_policy(config, device)
         self.sampler = Sampler(self.policy, tokenizer, config)
         groups = encode_rows(self.rows, self.sampler, online=config.sample_every > 0)
-        known = len(self.policy.get_input_embeddings().weight)
         for group in groups:
             texts = (group.prompt, *group.completions)
-            require(all(texts) and max(map(max, texts)) < known,
+            require(all(texts) and self.sampler.vocabulary.issuperset(itertools.chain(*texts)),
                     f"{self.rows[group.row].where}: the tokenizer of --model {config.model} makes no tokens "
                     "of it, or some that the model does not know; use the model's own")
         self.eval_groups = []
@@ -836,8 +832,8 @@ class Run:
         self.reference = Reference(self.policy, self.batches, config)
         if config.sampler != "generate":
             path, _, name = config.sampler.rpartition(":")
-            with explained(f"--sampler {config.sampler}", "name a function of a file"):
-                self.sampler.external = runpy.run_path(path)[name](self)
+            with explained(f"--sampler {config.sampler}", "name a function that returns one, as configs/external.py"):
+                self.sampler.external = runpy.run_path(path)[name](self).__call__  # which None lacks
         self.first = 1  # step
         if checkpoint:
             self.first += load_checkpoint(checkpoint, self.optimizer, self.reference)
@@ -947,9 +943,9 @@ class Watch:
     completion, the policy unlearns them along with the others (tests/claims counts how often it is so)."""
 
     def __init__(self):
-        self.warned: set[str] = set()
+        self.warned = set()
         self.length = 0.0  # of the first batch's completions: they may grow, which is no collapse
-        self.wanted: deque[float] = deque(maxlen=12)
+        self.wanted = deque(maxlen=12)
         self.best = -math.inf
 
     def __call__(self, line: dict[str, float]) -> list[str]:
@@ -979,13 +975,11 @@ def append_lines(path: Path, lines: Iterable[dict]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 def read_lines(path: Path) -> list[dict]:
-    """What a file's lines hold, without those that a crash cut off or the disk damaged."""
+    """What a file's lines hold, without those that a crash cut off."""
     lines = []
     for text in path.open("rb") if path.exists() else ():
         with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and "step" in line:
-                lines.append(line)
+            lines.append(json.loads(text))
     return lines
 
 def cut_lines(path: Path, end: int) -> None:
@@ -1015,16 +1009,12 @@ def check_folder(out: Path, config: Config) -> None:
 
 def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
     """Make the run's folder, and hold its lock until `stack` closes or the process ends."""
-    with explained(f"--out {out!s:.60}", "choose another folder"):
+    advice = "choose another folder"
+    with explained(f"--out {out!s:.60}", advice, unavailable=f"another process trains into it; {advice}"):
         out.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(ImportError):  # Windows has no such locks
-        import fcntl
         descriptor = os.open(out, os.O_RDONLY)
         stack.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {out}: another process trains into it; choose another folder") from None
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     check_folder(out, config)  # again: another run may have come and gone
 
 def note_signals(stack: contextlib.ExitStack) -> list[int]:
@@ -1039,10 +1029,8 @@ def note_signals(stack: contextlib.ExitStack) -> list[int]:
         if number == signal.SIGINT and WORLD_SIZE == 1:  # a second one stops at once
             signal.signal(number, signal.default_int_handler)
 
-    for name in "SIGINT", "SIGTERM", "SIGHUP":
-        if hasattr(signal, name):  # Windows has no SIGHUP
-            number = getattr(signal, name)
-            stack.callback(signal.signal, number, signal.signal(number, note))
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        stack.callback(signal.signal, number, signal.signal(number, note))
     return received
 
 # ---------- Models ------------------------------------------------------------------------------------------
@@ -1170,21 +1158,18 @@ def shard(policy: Module, layers: list[Module], device: torch.device, config: Co
 
 @torch.no_grad()
 def check_output_head(policy: Module, config: Config) -> None:
-    """Raises UserError where `log_probs` is not the model's own log-softmax, or is random."""
+    """Raises UserError where `log_probs` is not the model's own log-softmax."""
     ids = torch.arange(8, device=policy.device)[None] % policy.config.get_text_config().vocab_size
     sequence = Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())
     ours = log_probs(policy, [[sequence]])
-    again = log_probs(policy, [[sequence]])
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.is_mixed):
         logits = policy(input_ids=ids, use_cache=False).logits
     theirs = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     tolerance = 0.005 if policy.is_fp32 else 0.05
     name = f"--model {config.model}"
     require(logits.isfinite().all(), f"{name}: its logits are not finite numbers; its weights are spoilt")
-    require(torch.allclose(ours, again, rtol=0, atol=1e-3), f"{name}: its log-probs are random in training "
-            "(not by dropout, which is off), so its log-ratio with itself would not be 0")
-    require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
-            f"{name}: its logits are not hidden states times output embeddings, which token_logps needs")
+    require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance), f"{name}: its logits are not hidden "
+            "states times output embeddings, which token_logps needs, or they are random in training")
 
 @torch.no_grad()
 def can_share_prompts(policy: Module) -> bool:
@@ -1227,7 +1212,7 @@ class Row:
 def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
     """Read NAME[:[CONFIG:]SPLIT] and check every row; raises UserError naming the first bad one."""
     source = f"{flag} {spec}"
-    rows: dict[Any, Row] = {}
+    rows = {}
     dropped = 0
     for number, fields in enumerate(itertools.islice(read_table(spec, source), config.limit), 1):
         where = f"{source} row {number}"
@@ -1276,7 +1261,7 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
         if Path(name).is_dir():
             files = datasets.load_dataset_builder(name, *parts).config.data_files[split]
             if Path(files[0]).suffix in (".jsonl", ".json", ".csv"):
-                return itertools.chain.from_iterable(read_table(file, source) for file in files)
+                return [row for file in files for row in read_table(file, source)]
         return datasets.load_dataset(name, *parts, split=split)
 
 def read_json(path: Path, source: str) -> Iterator[dict]:
@@ -1308,10 +1293,7 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     `label`, or alone, to be sampled from. Answers may be whole dialogues, whose common turns are the prompt;
     None is returned where not just an answer follows those."""
     fields = {name: value for name, value in fields.items() if value is not None}  # None fills gaps
-    known = dict(fields)
-    for theirs, ours in COLUMN_NAMES.items():
-        if theirs in fields:
-            known.setdefault(ours, fields[theirs])
+    known = {COLUMN_NAMES.get(name, name): value for name, value in fields.items()} | fields
     is_both = {"chosen", "completions"} <= fields.keys()
     require(not is_both, f"{where}: both a pair and a group; leave one out")
     answers, rewards = find_answers(known, where)
@@ -1344,36 +1326,28 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
 
 def find_answers(known: dict, where: str) -> tuple[list, list[float]]:
     """A row's answers, texts or messages, with their rewards or labels."""
+    answers, rewards = [], []
     if "completions" in known:
         answers = known["completions"]
-        rewards = [read_number(score, where) for score in known["scores"]]
-        count = len(answers)
-        require(count == len(rewards), f"{where}: {count} completions have {len(rewards)} scores")
-        return answers, rewards
-    if "chosen" in known:
-        label = read_label(known["label"], where) if "output_A" in known else 1.0  # HALOs: whether A is better
-        return [known["chosen"], known["rejected"]], [label, 1 - label]
-    if "completion" in known and "label" in known:
-        return [known["completion"]], [read_label(known["label"], where)]
-    if "completion" in known and "reward" in known:
-        return [known["completion"]], [read_number(known["reward"], where)]
-    return [], []
-
-def read_number(value: Any, where: str) -> float:
-    """A score or label: a number or boolean, or in a CSV the text of one."""
-    number = value
-    with contextlib.suppress(ValueError):
-        number = json.loads(value.lower()) if isinstance(value, str) else value
-    require(isinstance(number, (int, float)) and abs(number) < 1e100,
-            f"{where}: a score or label is {value!r:.60}; it must be a number below 1e100")
-    return float(number)
-
-def read_label(value: Any, where: str) -> float:
-    """1 for a desirable completion; 0, from 0 or -1, for an undesirable one."""
-    label = read_number(value, where)
-    require(label in (0, 1, -1), f"{where}: a label is {label:g}; it must be 1 or true, or else 0, -1 or false; of "
-            "ratings make such labels, with 1 for the good ones")
-    return max(label, 0.0)
+        rewards = [*known["scores"]]
+    elif "chosen" in known:
+        answers = [known["chosen"], known["rejected"]]
+        rewards = [known["label"] if "output_A" in known else 1, 0]  # HALOs: whether A is better
+    elif "completion" in known and {"label", "reward"} & known.keys():
+        answers = [known["completion"]]
+        rewards = [known.get("label", known.get("reward"))]
+    require(len(answers) == len(rewards), f"{where}: {len(answers)} completions have {len(rewards)} scores")
+    for i, reward in enumerate(rewards):
+        with contextlib.suppress(ValueError):  # of a CSV: 1, 0.5 or True, or else a word
+            rewards[i] = json.loads(str(reward).lower())
+        require(isinstance(rewards[i], (int, float)) and abs(rewards[i]) < 1e100,
+                f"{where}: a score or label is {reward!r:.60}; it must be a number below 1e100")
+    if "output_A" in known:
+        rewards[1] = 1 - rewards[0]
+    is_label = "label" in known and "completions" not in known
+    require(not is_label or set(rewards) <= {0, 1, -1}, f"{where}: a label is {known.get('label')!r:.60}; it must be 1 or true, "
+            "or else 0, -1 or false; of ratings make such labels, with 1 for the good ones")
+    return answers, [float(reward) for reward in rewards]
 
 def read_messages(value: Any, role: str, where: str) -> list[dict]:
     """A text by `role`, or chat messages, as messages; HH-RLHF's "Human:" and "Assistant:" are split."""
@@ -1475,10 +1449,7 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
         start = render(tokenizer, row.prompt, add_generation_prompt=True)
         require(is_written(row.prompt, start),
                 f"{row.where}: the model's chat template leaves out a message of its prompt")
-        found = [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
-        require(max(map(len, found)) < 5_000_000,
-                f"{row.where}: a text of 5 million characters or more; cut it or remove the row")
-        texts += found
+        texts += [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
     ids_of = iter(tokenizer(texts, add_special_tokens=is_plain)["input_ids"])
     encoded = [[next(ids_of) for _ in ("prompt", *row.completions)] for row in rows]
     for prompt, *_ in encoded:
@@ -1536,10 +1507,12 @@ class Batches:
         self.loss = LOSSES[config.loss]
         self.pending: deque[Batch] = deque()
         self.made_until = 0  # the last step whose batch has been made
-        self.pool: list = groups  # online prompts, offline units with their groups
+        self.pool = groups  # online prompts, offline units with their groups
         self.per_step = config.batch_size  # how many of them a step takes
         if config.sample_every and self.loss.unit == "example":  # of which a prompt gives a group
-            self.per_step = math.ceil(config.batch_size / config.group_size)
+            self.per_step, rest = divmod(config.batch_size, config.group_size)
+            require(not rest, f"--batch-size {config.batch_size} counts completions, which come in groups of "
+                    f"--group-size {config.group_size}; use a multiple of it")
         if not config.sample_every:
             require(all(group.completions for group in groups), "--data: prompts without completions, or "
                     "without their labels; draw them with --sample-every 1")
@@ -1548,7 +1521,9 @@ class Batches:
             make_units(groups, config)
             self.pool = [(unit, group) for group in groups for unit in group.units]
             require(self.pool, "--data: no row has a better and a worse completion to learn from")
-        self.steps = config.steps or max(1, len(self.pool) // self.per_step)  # of the whole run
+        require(self.per_step <= len(self.pool), f"--batch-size {config.batch_size}: a step takes "
+                f"{self.per_step} prompts, pairs or examples, and --data has {len(self.pool)}; lower it")
+        self.steps = config.steps or len(self.pool) // self.per_step  # of the whole run
         self.order: list[int] = []  # of the pool's members, over the run; each epoch has its own
         needed = self.steps * self.per_step
         for epoch in range(math.ceil(needed / len(self.pool))):
@@ -1573,7 +1548,7 @@ class Batches:
             else:
                 start = (step - first) * self.per_step
                 groups = rollouts[start : start + self.per_step]
-                units = [unit for group in groups for unit in group.units][: self.config.batch_size]
+                units = [unit for group in groups for unit in group.units]
             sequences = [dataclasses.replace(sequence) for unit in units for sequence in unit]
             mismatched = self.mismatch(sequences) if self.loss.needs_mismatched else []
             no_difference = None
@@ -1631,6 +1606,7 @@ class Sampler:
         with explained(f"--model {config.model}: its chat template fails", "put another in its folder"):
             self.stops = stop_ids(policy, tokenizer)
         self.longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        self.vocabulary = set(range(len(policy.get_input_embeddings().weight)))
         self.external = None  # draws instead of the policy's `generate`
         is_asked = config.sample_every or config.eval_data is not None  # loading one may take its time
         self.reward = Reward(config) if is_asked else None
@@ -1651,7 +1627,8 @@ class Sampler:
         repeated = [group for group in prompts for _ in range(size)]
         calls = self.plan_calls(repeated)
         if self.external:
-            drawn = self.external(prompts, size, step, greedy)
+            with explained(f"--sampler {self.config.sampler}", "configs/external.py says what it must return"):
+                drawn = self.checked(self.external(prompts, size, step, greedy), len(repeated))
         else:
             drawn = self.draw(repeated, calls, step, greedy)
         rewarded = {}
@@ -1677,6 +1654,19 @@ class Sampler:
             rewards = [self.config.reward_failed if reward is None else reward for reward in rewards]
             rollouts.append(Group(group.row, group.prompt, ids, rewards, failed=failed, logps=logps))
         return rollouts
+
+    def checked(self, drawn: list[Completion], count: int) -> list[Completion]:
+        """What a --sampler returned; ValueError where it is not `count` completions, each a list of token ids up to
+        and with the first stop token, or --max-new-tokens long, and a list of their log-probs."""
+        completions = []
+        for ids, logps in drawn:
+            whole = cut_at_stop([*ids, self.stops[0]], self.stops)[: self.config.max_new_tokens]
+            is_known = whole == ids and self.vocabulary.issuperset(ids)
+            if is_known and len(logps) == len(ids) and -math.inf < sum(logps) < 0.01:
+                completions.append((ids, [round(value, 5) for value in logps]))
+        if not len(completions) == len(drawn) == count:
+            raise ValueError(f"{drawn!r:.80} is not {count} completions, each as token ids and their log-probs")
+        return completions
 
     def plan_calls(self, repeated: list[Group]) -> dict[int, list[int]]:
         """This rank's calls of `generate`, by their number among those of all ranks: places in `repeated`.
@@ -2038,7 +2028,7 @@ def cut(sequences: list[Sequence], config: Config, shares_prompts: bool) -> list
 def pack(widths: list[int], tokens: float, heights: list[int] | None = None) -> list[list[int]]:
     """Indices of things of like widths, each `heights` rows (1) high, in packs of at most `tokens` tokens
     with padding, or of one thing. The widest come first."""
-    packed: list[list[int]] = []
+    packed = []
     height = widest = 0  # of the present pack, whose first thing is the widest
     for i in sorted(range(len(widths)), key=lambda i: widths[i], reverse=True):
         rows = heights[i] if heights else 1
@@ -2305,7 +2295,7 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         with new_folder(path) as folder:
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(text)
-            (folder / "files.json").write_text(json.dumps(dict(format=FORMAT) | hashes(folder)))
+            (folder / "files.json").write_text(json.dumps(dict(format=FORMAT) | hashes(folder.iterdir())))
     except Exception as error:  # safetensors has an exception of its own for a full disk
         warn(f"could not write {path}: {error}; what was saved before stays")
         return
@@ -2347,10 +2337,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
-def hashes(folder: Path, names: str = "*") -> dict[str, str]:
-    """The SHA-256 of the files in a folder."""
+def hashes(paths: Iterable[Path]) -> dict[str, str]:
+    """The SHA-256 of those that are files, by name."""
     found = {}
-    for path in sorted(folder.glob(names)):
+    for path in sorted(paths):
         if path.is_file():
             with path.open("rb") as file:
                 found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -2360,7 +2350,7 @@ def find_damage(folder: Path) -> str:
     """What is wrong with a folder whose hashes were written, or ""."""
     try:
         written = json.loads((folder / "files.json").read_text())
-        found = hashes(folder)
+        found = hashes(folder.iterdir())
     except (OSError, ValueError) as error:
         return f"not a whole checkpoint ({error})"
     if written.pop("format", None) != FORMAT:
@@ -2411,10 +2401,9 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
             f"--resume {path}: since then the rows of --data, the weights or the chat template of --model, or the "
             "file of --reward or --sampler have changed")
     done, planned = state["step"], settings["steps"]
-    require(config.steps or batches.steps == planned,
-            f"--resume {path}: it was to take {planned} steps; say --steps {planned}")
-    require(done <= batches.steps <= planned, f"--resume {path}: it has done {done} of its planned {planned} "
-            f"steps, so --steps {batches.steps} must lie between; for more, train the model of final/")
+    require(done <= batches.steps <= planned and (config.steps or batches.steps == planned),
+            f"--resume {path}: it has done {done} of its planned {planned} steps; say --steps {planned}, or a "
+            "number between; for more, train the model of final/")
 
     if state["has_reference"]:
         for name, p in trained(policy).items():
@@ -2442,8 +2431,7 @@ MODEL_CARD = """\
 ---
 library_name: {library}
 pipeline_tag: text-generation
-base_model: {base}
-tags: [humanline, {loss}]
+{base}tags: [humanline, {loss}]
 ---
 
 `{model}` after {steps} steps of {loss}, by [Humanline](https://arxiv.org/abs/2509.24207).
@@ -2458,10 +2446,9 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config, steps
     weights = final_weights(policy, config)
     if RANK != 0:
         return
-    is_folder = Path(config.model).exists()
-    card = MODEL_CARD.format(library="peft" if config.lora else "transformers",
-                             base=Path(config.model).resolve().name if is_folder else config.model,
-                             model=config.model, loss=config.loss, steps=steps, settings=to_toml(config))
+    base = "" if Path(config.model).exists() else f"base_model: {config.model}\n"
+    card = MODEL_CARD.format(library="peft" if config.lora else "transformers", base=base, model=config.model,
+                             loss=config.loss, steps=steps, settings=to_toml(config))
     try:
         with new_folder(path) as folder:
             policy.save_pretrained(folder, state_dict=weights)
@@ -2532,11 +2519,9 @@ def leave(status: int, message: str = "") -> int:
 
 def parse_config(argv: list[str]) -> Config:
     """Flags over --config, or over the settings of the demo, over defaults."""
-    words = [part for word in argv for part in word.split("=", 1)]
-    # --flag_name=VALUE is --flag-name VALUE.
-    words = [word.replace("_", "-") if word.startswith("--") else word for word in words]
+    words = [part for word in argv for part in word.split("=", 1)]  # --flag_name=VALUE is --flag-name VALUE
+    typed = {word.replace("_", "-"): value for word, value in itertools.pairwise([*words, ""])}
     require(words.count("--data") < 2, "--data is there twice; write --data ONE OTHER")
-    typed = dict(itertools.pairwise([*words, ""]))
     parts = sorted({"--sync-k", "--perception"} & typed.keys())
     require("--no-humanline" not in typed or not parts,
             f"{' and '.join(parts)}: --no-humanline is without it; for a part alone switch off the other")
@@ -2583,17 +2568,14 @@ def read_config(path: str) -> list[str]:
     for key, value in table.items():
         name = key.replace("-", "_")
         require(name in names, f"{path}: unknown key '{key}'; {suggest(name, names)}")
-        require(name == "data" or not isinstance(value, (list, dict)),
-                f"{path}: {key} = {value!r} must be a single value; see --help")
-        values = value if isinstance(value, list) else [value]
-        if name in ("model", "data", "eval_data", "reward", "sampler"):
-            values = [find_file(str(one)) for one in values]
-        if isinstance(value, bool):
+        if name in ("model", "eval_data", "reward", "sampler"):
+            value = find_file(str(value))
+        if name == "data":
+            args += ["--data", *map(find_file, [value] if isinstance(value, str) else value)]
+        elif isinstance(value, bool):
             args.append(flag_of(name if value else f"no_{name}"))
-        elif name == "data":
-            args += ["--data", *values]
         else:
-            args.append(f"{flag_of(name)}={values[0]}")
+            args.append(f"{flag_of(name)}={value}")
     return args
 
 def find_file(spec: str) -> str:
@@ -2684,9 +2666,6 @@ def warn_of_oddities(run: Run) -> None:
     if config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5:  # 1/400 of a usual weight, 0.02
         warn(f"--dtype bfloat16: at --lr {config.lr:g} most updates are below half a bf16 step of their "
              "weight, and lost; --dtype mixed or --lora keeps them")
-    if config.perception == "clip" and not config.log_eps_p < 0 < config.log_eps_r:
-        warn(f"the clip [{config.log_eps_p}, {config.log_eps_r}] does not hold 0, where a log-ratio begins, "
-             "so no token passes a gradient then")
     if config.loss == "kto" and len(kinds) == 1:
         warn("all examples are of one kind, so KTO has nothing to hold them against")
     if units and passes > 10:
