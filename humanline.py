@@ -2,11 +2,11 @@
 
 All of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207) in one file. On a laptop:
 
-  python humanline.py                                   # aligns the tiny model of configs/demo
-  python humanline.py --loss grpo --sync-k 12           # sync the reference every 12 steps
-  python humanline.py --no-humanline --no-taper         # the baseline: plain GRPO
-  python humanline.py --no-humanline --sample-every 1   # online: sampled from the policy at every step
-  python humanline.py --loss dpo                        # on the best and the worst of each prompt's samples
+  python humanline.py                                           # aligns the tiny model of configs/demo
+  python humanline.py --loss grpo --sync-k 12                   # sync the reference every 12 steps
+  python humanline.py --no-humanline --no-taper --prior 0       # the baseline: plain GRPO
+  python humanline.py --no-humanline --sample-every 1           # online: sampled from the policy at every step
+  python humanline.py --loss dpo                                # on the best and the worst of each prompt's samples
 
 On a model and data of your own (rows as in the README), on one GPU and on eight, and after an interruption:
 
@@ -2635,8 +2635,9 @@ def in_words(config: Config) -> str:
         form = "humanline's sync alone"
     elif config.perception != "none":
         form = "humanline's perception alone"
-    if config.taper:
-        form += " with taper"
+    added = [name for name in ("taper", "prior") if getattr(config, name)]
+    if added:
+        form += f" with {' and '.join(added)}"
     return f"{config.loss.upper()}, {form}"
 
 def describe(run: Run, prompts: int) -> None:
@@ -2683,9 +2684,7 @@ def last_line(run: Run) -> str:
         gained = ("mean reward on --eval-data went from {accuracy_before:.3f} to {accuracy:.3f}, "
                   "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.known)
     seconds = time.perf_counter() - run.started
-    other = "--no-humanline" if run.config.humanline else "--humanline"
-    if run.config.taper and run.config.humanline:
-        other += " --no-taper"
+    other = "--no-humanline --no-taper --prior 0" if run.config.humanline else "--humanline"
     return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in {seconds:.0f} s; the model is in "
             f"{run.out / 'final'}; compare with: {again} {other}")
 

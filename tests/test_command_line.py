@@ -29,7 +29,9 @@ def short_run(tiny: str, data: str, more: str = "") -> list[str]:
 # Configuration.
 
 @pytest.mark.parametrize("flags, words", [
-    ("", "GRPO, humanline with taper"), ("--no-taper", "GRPO, humanline"), ("--no-humanline --no-taper", "GRPO, plain"),
+    ("", "GRPO, humanline with taper and prior"), ("--prior 0", "GRPO, humanline with taper"),
+    ("--no-humanline --no-taper", "GRPO, plain with prior"), ("--no-humanline --no-taper --prior 0", "GRPO, plain"),
+    ("--loss dpo", "DPO, humanline with taper"), ("--loss kto --no-humanline --no-taper", "KTO, plain"),
     ("--model x --data y --loss dpo --perception none", "DPO, humanline's sync alone"),
     ("--model x --data y --loss kto --sync-k 0", "KTO, humanline's perception alone")])
 def test_a_run_is_called_what_it_is(flags, words):
