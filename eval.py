@@ -24,6 +24,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import tomllib
 from collections import defaultdict
@@ -31,6 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Callable, Iterable, Literal
+
+if __name__ == "__main__":  # Ctrl-C during the imports below prints no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import numpy as np
 import torch
@@ -1294,4 +1298,5 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python has it
     sys.exit(main())

@@ -56,6 +56,9 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Callable, Iterable, Iterator, Literal
 
+if __name__ == "__main__":  # Ctrl-C during the imports below prints no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import torch
 import torch.distributed as dist
 # Imported after join_ranks its defaults would hold the ranks' group, and threads, for ever.
@@ -839,7 +842,7 @@ class Run:
             self.first += load_checkpoint(checkpoint, self.optimizer, self.reference)
 
         if RANK == 0:
-            self.tracker = start_tracker(config, self.out) if config.track else None
+            self.track = start_tracker(config, self.out) if config.track else None
             self.take_up_folder(is_new=checkpoint is None)
             describe(self, len(groups))
             warn_of_oddities(self)
@@ -921,8 +924,8 @@ class Run:
             warn(f"step {line['step']}: {warning}")
         if RANK == 0:
             append_lines(self.out / "metrics.jsonl", [line])
-            if self.tracker:
-                self.tracker.log(line, step=line["step"])
+            if self.track:
+                self.track(line, step=line["step"])
         self.progress.set_postfix(loss=line["loss"], reward=line.get("reward"), refresh=False)
 
     def finish(self) -> None:
@@ -989,12 +992,13 @@ def cut_lines(path: Path, end: int) -> None:
     append_lines(kept, [line for line in read_lines(path) if line["step"] < end])
     kept.replace(path)
 
-def start_tracker(config: Config, out: Path) -> Any:
-    """The module that --track names, told of the run; its `log` takes each line of the metrics."""
-    with explained(f"--track {config.track}", "pip install it, and log in"):
+def start_tracker(config: Config, out: Path) -> Callable:
+    """The `log` of the module that --track names, told of the run. It takes each line of the metrics."""
+    with explained(f"--track {config.track}", "pip install it, and log in",
+                   attribute="name wandb, or a module with its functions init and log, such as trackio"):
         tracker = importlib.import_module(config.track)
         tracker.init(project="humanline", name=out.name, config=dataclasses.asdict(config))
-    return tracker
+        return tracker.log
 
 def check_folder(out: Path, config: Config) -> None:
     """Raises UserError where the run's folder holds another run, or files of other origin with its names."""
@@ -1064,7 +1068,8 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
             require(tokenizer.chat_template or not config.template_values,
                     f"--template-values: {name} has no template")
-            tokenizer.template_values = dict(json.loads(config.template_values or "{}"))
+            with explained("--template-values", "write a JSON object, such as '{\"enable_thinking\": false}'"):
+                tokenizer.template_values = dict(json.loads(config.template_values or "{}"))
             policy = load_weights(config, device)
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence "
                 "token, so completions could not end; set eos_token in tokenizer_config.json")
@@ -1417,9 +1422,12 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
     if foreign:
         warn(f"{flag}: the tokens of {foreign} rows are not what this tokenizer makes of their text, which "
              "is taken instead, with an end; so their sampler is unknown")
+    limits = (f"a prompt must fit in {longest_prompt} tokens and with its completion in {longest} (the model has "
+              f"{sampler.longest} positions); see --max-length, --max-prompt-length and, where completions are "
+              "drawn, --max-new-tokens")
+    require(groups, f"{flag}: no row is left: {limits}")
     if len(groups) < len(rows):
-        warn(f"{flag}: dropped {len(rows) - len(groups)} rows as over-long; see --max-length")
-    require(groups, f"{flag}: no row is left; raise --max-length or --max-prompt-length")
+        warn(f"{flag}: dropped {len(rows) - len(groups)} rows as over-long: {limits}")
     return groups
 
 def are_tokens_of(tokenizer: Any, row: Row) -> bool:
@@ -2498,12 +2506,11 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         if not re.search("out of memory|allocate memory", str(error)):  # a GPU's words, and a CPU's
             raise
-        return leave(1, f"stopped: {str(error).splitlines()[0]:.200}; {LESS_MEMORY}")
+        return leave(1, f"stopped: {str(error).splitlines()[0]:.200}; try --microbatch-tokens "
+                     f"{config.microbatch_tokens // 2}, a lower --sample-tokens or --max-length, "
+                     "--checkpoint-activations, --lora 16 or --shard")
     except KeyboardInterrupt:  # before the first step, or a second one
         return leave(130, "stopped at once; what was saved before stays")
-
-LESS_MEMORY = ("less takes: a lower --microbatch-tokens, --sample-tokens or --max-length, "
-               "--checkpoint-activations, --lora 16, --shard")
 
 def leave(status: int, message: str = "") -> int:
     """Say why, and part from the other ranks; returns the exit status."""

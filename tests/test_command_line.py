@@ -149,6 +149,10 @@ BAD_FLAGS = [
     ("--model no-such-folder", r"--model no-such-folder: .*; name a Hugging Face model or a folder"),
     ("--no-humanline --sync-k 7", r"--sync-k: --no-humanline is without it"),
     ("--out /dev/null/x", r"--out /dev/null/x: .*; choose another folder"),
+    ("--template-values {enable_thinking:false}", r"--template-values: .*; write a JSON object, such as '\{\"enable_thi"),
+    ("--template-values [1]", r"--template-values: .*; write a JSON object"),
+    ("--sample-every 1 --max-new-tokens 64", r"no row is left.* with its completion in 64 \(the model has 64 .* --max-new-tokens"),
+    ("--max-length 30 --max-prompt-length 3", r"a prompt must fit in 3 tokens and with its completion in 30 \(the model has 64 pos"),
     ("--shard", r"--shard needs several ranks; start torchrun"),
     ("--data x --data y", r"--data is there twice; write --data ONE OTHER"),
     ("--data=x --data=y", r"--data is there twice; write --data ONE OTHER"),
@@ -179,7 +183,7 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
      r"row 1: a message's content is \['a'\], not text"),
     ("grpo", [{"prompt": "a", "answer": "b"}], r"prompts without completions, or without their labels; draw them with --sample-every 1"),
     ("grpo --sample-every 1", [{"prompt": "a"}], r"row 1: no answer; --reward exact"),
-    ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is left; raise --max-length or --max-prompt-length"),
+    ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is left: a prompt must fit in 64 tokens"),
     ("dpo", [], r"no rows"),
 ]
 

@@ -213,7 +213,7 @@ def test_over_long_rows_are_dropped_and_counted_in_one_warning(tiny, capsys, set
     rows = [dict(prompt="p" * prompt, chosen="a" * chosen, rejected="b") for prompt, chosen in lengths]
     _, groups = encoded(tiny, rows, **settings)
     assert [group.row for group in groups] == kept
-    assert capsys.readouterr().err.strip().endswith(f"--data: dropped {4 - len(kept)} rows as over-long; see --max-length")
+    assert f"--data: dropped {4 - len(kept)} rows as over-long: a prompt must fit in" in capsys.readouterr().err
 
 
 def test_online_prompts_need_room_for_a_completion(tiny):

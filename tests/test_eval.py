@@ -416,6 +416,10 @@ def test_the_command_line_works_as_typed(tmp_path):
 def test_a_tracker_gets_every_line_of_the_metrics(run, monkeypatch):
     with pytest.raises(humanline.UserError, match="--track absent: No module named 'absent'; pip install it"):
         run("--track absent")
+    for functions, lacking in ((dict(log=print), "init"), (dict(init=lambda **given: None), "log")):
+        monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(**functions))
+        with pytest.raises(humanline.UserError, match=f"no attribute '{lacking}'; name wandb, or a module with its functions"):
+            run("--track mine")
     settings, lines = {}, []
     tracker = SimpleNamespace(init=lambda **given: settings.update(given),
                               log=lambda line, step: lines.append((step, dict(line))))

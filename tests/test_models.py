@@ -591,7 +591,7 @@ def test_the_model_card_says_how_the_model_was_made(folder, rows, tmp_path):
     card = (out / "final" / "README.md").read_text(encoding="utf-8")
     _, front, body = card.split("---\n", 2)
     front = yaml.safe_load(front)
-    assert front["library_name"] == "transformers" and front["base_model"] == Path(folder("gpt2")).name
+    assert front["library_name"] == "transformers" and "base_model" not in front  # it has no name on the hub
     assert set(front["tags"]) == {"humanline", "kto"} and "after 2 steps of kto" in body
     settings = tomllib.loads(body.split("```toml\n")[1].split("```")[0])
     assert settings == tomllib.loads((out / "config.toml").read_text())

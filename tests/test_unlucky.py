@@ -149,10 +149,10 @@ def test_without_memory_the_run_ends_in_one_line(tiny, data_files, tmp_path, cap
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(where, no_memory)
-    flags = f"--sample-every 1 --reward {varied} --out {tmp_path}/out"
+    flags = f"--sample-every 1 --reward {varied} --microbatch-tokens 600 --out {tmp_path}/out"
     assert humanline.main(short_run(tiny, data_files["prompts"], flags)) == 1
     [stopped] = warnings_of(capsys, "stopped")
-    assert "CUDA out of memory" in stopped and "less takes: a lower --microbatch-tokens" in stopped
+    assert "CUDA out of memory" in stopped and "try --microbatch-tokens 300, a lower --sample-tokens" in stopped
 
 
 def test_an_illegal_access_is_no_lack_of_memory_and_a_lack_without_a_word_is_named(monkeypatch, capsys):
