@@ -2,11 +2,11 @@
 
 All of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207) in one file. On a laptop:
 
-  python humanline.py                                           # aligns the tiny model of configs/demo
-  python humanline.py --loss grpo --sync-k 12                   # sync the reference every 12 steps
-  python humanline.py --no-humanline --no-taper --prior 0       # the baseline: plain GRPO
-  python humanline.py --no-humanline --sample-every 1           # online: sampled from the policy at every step
-  python humanline.py --loss dpo                                # on the best and the worst of each prompt's samples
+  python humanline.py                                      # aligns the tiny model of configs/demo
+  python humanline.py --loss grpo --sync-k 12              # sync the reference every 12 steps
+  python humanline.py --no-humanline --no-taper --prior 0  # the baseline: plain GRPO
+  python humanline.py --no-humanline --sample-every 1      # online: sampled from the policy at every step
+  python humanline.py --loss dpo                           # on the best and the worst of a prompt's samples
 
 On a model and data of your own (rows as in the README), on one GPU and on eight, and after an interruption:
 
@@ -210,8 +210,7 @@ class Config:
 RANGES = {  # the least and the largest value of settings
     (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high prior lora",
     (1, 1e12): "max_new_tokens sample_tokens steps max_length max_prompt_length microbatch_tokens keep "
-               "eval_prompts eval_samples limit lora_alpha",
-    (1, 1e6): "batch_size group_size",
+               "batch_size group_size eval_prompts eval_samples limit lora_alpha",
     (1e-12, 1e12): "gamma_p gamma_r beta_p beta_r beta desirable_weight undesirable_weight epsilon lr "
                    "adam_eps max_grad_norm reward_seconds",
     (1e-3, 1e3): "temperature",
@@ -321,7 +320,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scal
     """
     _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
     counts = counts + prior
-    zeros = torch.zeros(len(counts), dtype=rewards.dtype, device=rewards.device)
+    zeros = rewards.new_zeros(len(counts))
     means = (zeros.index_add(0, index, rewards) + prior * prior_mean) / counts
     centred = rewards - means[index]
     if not scale:
@@ -783,34 +782,34 @@ class Run:
         self.stack = stack
         self.started, self.shown_at = time.perf_counter(), -math.inf
         self.stopped_at: int | None = None  # the step after which a signal ended the run
-        self.known: dict[str, float] = {}  # the latest of all metrics, and those from before the first step
+        self.known = {}  # the latest of all metrics, and those from before the first step
         self.watch = Watch()
         self.signals = note_signals(stack)
         require(config.model, "--model names nothing; give it a Hugging Face name or a folder")
         require(config.data, "--data names nothing; give it a file or a hub name")
         device = join_ranks()
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start torchrun")
-        require(not config.taper or not config.sample_every or config.top_p == 1, "--taper compares log-probs "
-                "of the whole vocabulary, and --top-p below 1 draws from a part of it; use --top-p 1")
+        require(not config.taper or not config.sample_every or config.top_p == 1,
+                "--taper compares log-probs over the whole vocabulary; online it needs --top-p 1")
         new_name = time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")
         self.out = Path(from_first_rank(lambda: config.out or new_name))
         from_first_rank(lambda: check_folder(self.out, config))
         checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
 
         self.rows = [row for source in config.data for row in read_rows(source, config, "--data")]
-        self.eval_rows = []
-        if config.eval_data is not None:
-            self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
+        held_out = read_rows(config.eval_data, config, "--eval-data") if config.eval_data else []
+        self.eval_rows = held_out[: config.eval_prompts]
         prompts = {str(row.prompt) for row in self.rows}
         seen = sum(str(row.prompt) in prompts for row in self.eval_rows)
         if seen:
             warn(f"--eval-data: {seen} of its prompts are in --data, too")
         fields = json.dumps([row.fields for row in self.rows], default=str)
         fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # by which a resumed run knows them again
-        files = [Path(spec.rpartition(":")[0]) for spec in (config.reward, config.sampler)]
-        for file in files:
-            require(file.exists(), f"--reward or --sampler: no file {file}; write FILE.py:function")
-        files += Path(config.model).glob("*.safetensors")
+        files = [*Path(config.model).glob("*.safetensors")]
+        for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
+            file = Path(spec.rpartition(":")[0])
+            require(file.exists(), f"{flag} {spec}: No such file: {file}; write FILE.py:function")
+            files.append(file)
         fingerprint += from_first_rank(lambda: str(hashes(files)))
         told = gather_from_ranks(f"{config} {fingerprint}")
         require(len(set(told)) == 1, "the ranks have different flags or rows")
@@ -835,7 +834,7 @@ class Run:
         self.reference = Reference(self.policy, self.batches, config)
         if config.sampler != "generate":
             path, _, name = config.sampler.rpartition(":")
-            with explained(f"--sampler {config.sampler}", "name a function that returns one, as configs/external.py"):
+            with explained(f"--sampler {config.sampler}", "see configs/external.py for what it must return"):
                 self.sampler.external = runpy.run_path(path)[name](self).__call__  # which None lacks
         self.first = 1  # step
         if checkpoint:
@@ -1007,14 +1006,14 @@ def check_folder(out: Path, config: Config) -> None:
     require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
     for name in "config.toml", *LINES, "checkpoint":
         require(is_run or not (out / name).exists(),
-                f"--out {out}: its {name} was not written by this version of humanline.py; choose another folder")
+                f"--out {out}: its {name} was not written by this version of humanline.py; choose another")
     require(config.resume is not None or not is_run,
             f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another")
 
 def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
     """Make the run's folder, and hold its lock until `stack` closes or the process ends."""
-    advice = "choose another folder"
-    with explained(f"--out {out!s:.60}", advice, unavailable=f"another process trains into it; {advice}"):
+    with explained(f"--out {out!s:.60}", "choose another folder",
+                   unavailable="another process trains into it; choose another folder"):
         out.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(out, os.O_RDONLY)
         stack.callback(os.close, descriptor)
@@ -1068,7 +1067,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
             require(tokenizer.chat_template or not config.template_values,
                     f"--template-values: {name} has no template")
-            with explained("--template-values", "write a JSON object, such as '{\"enable_thinking\": false}'"):
+            with explained("--template-values", "write JSON, such as '{\"enable_thinking\": false}'"):
                 tokenizer.template_values = dict(json.loads(config.template_values or "{}"))
             policy = load_weights(config, device)
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence "
@@ -1173,8 +1172,9 @@ def check_output_head(policy: Module, config: Config) -> None:
     tolerance = 0.005 if policy.is_fp32 else 0.05
     name = f"--model {config.model}"
     require(logits.isfinite().all(), f"{name}: its logits are not finite numbers; its weights are spoilt")
-    require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance), f"{name}: its logits are not hidden "
-            "states times output embeddings, which token_logps needs, or they are random in training")
+    require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
+            f"{name}: its logits are not hidden states times output embeddings, which token_logps needs, or "
+            "they are random in training")
 
 @torch.no_grad()
 def can_share_prompts(policy: Module) -> bool:
@@ -1193,8 +1193,8 @@ def can_share_prompts(policy: Module) -> bool:
 
 def pays_mixed(policy: Module, device: torch.device) -> bool:
     """Whether `--dtype auto` takes bf16 autocast: on a GPU; large models, where a CPU multiplies in bf16."""
-    if device.type != "cpu":
-        return device.type == "cuda"
+    if device.type == "cuda":
+        return True
     is_large = sum(p.numel() for p in policy.parameters()) >= 20_000_000
     return is_large and torch.cpu._is_avx512_bf16_supported()
 
@@ -1299,8 +1299,6 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     None is returned where not just an answer follows those."""
     fields = {name: value for name, value in fields.items() if value is not None}  # None fills gaps
     known = {COLUMN_NAMES.get(name, name): value for name, value in fields.items()} | fields
-    is_both = {"chosen", "completions"} <= fields.keys()
-    require(not is_both, f"{where}: both a pair and a group; leave one out")
     answers, rewards = find_answers(known, where)
     row = Row(where, [], fields, rewards=rewards)
     row.labelled = len(answers) == 1 and "label" in known
@@ -1330,11 +1328,11 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     return row
 
 def find_answers(known: dict, where: str) -> tuple[list, list[float]]:
-    """A row's answers, texts or messages, with their rewards or labels."""
+    """A row's answers, texts or messages, with their rewards or labels. Of a group and a pair the group."""
     answers, rewards = [], []
     if "completions" in known:
         answers = known["completions"]
-        rewards = [*known["scores"]]
+        rewards = known["scores"]
     elif "chosen" in known:
         answers = [known["chosen"], known["rejected"]]
         rewards = [known["label"] if "output_A" in known else 1, 0]  # HALOs: whether A is better
@@ -1350,8 +1348,9 @@ def find_answers(known: dict, where: str) -> tuple[list, list[float]]:
     if "output_A" in known:
         rewards[1] = 1 - rewards[0]
     is_label = "label" in known and "completions" not in known
-    require(not is_label or set(rewards) <= {0, 1, -1}, f"{where}: a label is {known.get('label')!r:.60}; it must be 1 or true, "
-            "or else 0, -1 or false; of ratings make such labels, with 1 for the good ones")
+    require(not is_label or set(rewards) <= {0, 1, -1},
+            f"{where}: a label is {known.get('label')!r:.60}; it must be 1 or true for a good completion, or "
+            "0, -1 or false; turn ratings into such labels")
     return answers, [float(reward) for reward in rewards]
 
 def read_messages(value: Any, role: str, where: str) -> list[dict]:
@@ -1422,9 +1421,8 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
     if foreign:
         warn(f"{flag}: the tokens of {foreign} rows are not what this tokenizer makes of their text, which "
              "is taken instead, with an end; so their sampler is unknown")
-    limits = (f"a prompt must fit in {longest_prompt} tokens and with its completion in {longest} (the model has "
-              f"{sampler.longest} positions); see --max-length, --max-prompt-length and, where completions are "
-              "drawn, --max-new-tokens")
+    limits = (f"a prompt must fit in {longest_prompt} tokens, with its completion in {longest}; the model "
+              f"has {sampler.longest}; see --max-length, --max-prompt-length and --max-new-tokens")
     require(groups, f"{flag}: no row is left: {limits}")
     if len(groups) < len(rows):
         warn(f"{flag}: dropped {len(rows) - len(groups)} rows as over-long: {limits}")
@@ -1474,8 +1472,7 @@ TRANSCRIPT = ("{{ bos_token }}{% for turn in messages %}{{ '\n\n' + dict(user='H
 
 def render(tokenizer: Any, dialogue: list[dict], **settings: Any) -> str:
     """A dialogue as the chat template writes it, on one day: else no run could be resumed the next."""
-    told = getattr(tokenizer, "template_values", {})  # --template-values
-    settings = {"date_string": "26 Jul 2024"} | told | settings
+    settings = {"date_string": "26 Jul 2024"} | tokenizer.template_values | settings
     template = None if tokenizer.chat_template else PLAIN
     return tokenizer.apply_chat_template(dialogue, chat_template=template, tokenize=False, **settings)
 
@@ -1513,7 +1510,7 @@ class Batches:
         self.longest = longest
         self.fingerprint = fingerprint
         self.loss = LOSSES[config.loss]
-        self.pending: deque[Batch] = deque()
+        self.pending = deque()
         self.made_until = 0  # the last step whose batch has been made
         self.pool = groups  # online prompts, offline units with their groups
         self.per_step = config.batch_size  # how many of them a step takes
@@ -1532,7 +1529,7 @@ class Batches:
         require(self.per_step <= len(self.pool), f"--batch-size {config.batch_size}: a step takes "
                 f"{self.per_step} prompts, pairs or examples, and --data has {len(self.pool)}; lower it")
         self.steps = config.steps or len(self.pool) // self.per_step  # of the whole run
-        self.order: list[int] = []  # of the pool's members, over the run; each epoch has its own
+        self.order = []  # of the pool's members, over the run; each epoch has its own
         needed = self.steps * self.per_step
         for epoch in range(math.ceil(needed / len(self.pool))):
             generator = torch.Generator().manual_seed(seed_for(config.seed, "order", epoch))
@@ -1624,7 +1621,7 @@ class Sampler:
         name = self.config.reward
         columns = NEEDED_COLUMNS.get(name) if self.reward else None
         for row in rows if columns else ():
-            require(any(row.fields.get(column) is not None for column in columns),
+            require(row.fields.keys() & columns,
                     f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
 
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
@@ -1635,7 +1632,7 @@ class Sampler:
         repeated = [group for group in prompts for _ in range(size)]
         calls = self.plan_calls(repeated)
         if self.external:
-            with explained(f"--sampler {self.config.sampler}", "configs/external.py says what it must return"):
+            with explained(f"--sampler {self.config.sampler}", "configs/external.py says what is due"):
                 drawn = self.checked(self.external(prompts, size, step, greedy), len(repeated))
         else:
             drawn = self.draw(repeated, calls, step, greedy)
@@ -1664,8 +1661,8 @@ class Sampler:
         return rollouts
 
     def checked(self, drawn: list[Completion], count: int) -> list[Completion]:
-        """What a --sampler returned; ValueError where it is not `count` completions, each a list of token ids up to
-        and with the first stop token, or --max-new-tokens long, and a list of their log-probs."""
+        """What a --sampler returned; ValueError where it is not `count` completions, each a list of token ids
+        up to and with the first stop token, or --max-new-tokens long, and a list of their log-probs."""
         completions = []
         for ids, logps in drawn:
             whole = cut_at_stop([*ids, self.stops[0]], self.stops)[: self.config.max_new_tokens]
@@ -1673,7 +1670,7 @@ class Sampler:
             if is_known and len(logps) == len(ids) and -math.inf < sum(logps) < 0.01:
                 completions.append((ids, [round(value, 5) for value in logps]))
         if not len(completions) == len(drawn) == count:
-            raise ValueError(f"{drawn!r:.80} is not {count} completions, each as token ids and their log-probs")
+            raise ValueError(f"{drawn!r:.80} is not {count} completions, each as token ids and log-probs")
         return completions
 
     def plan_calls(self, repeated: list[Group]) -> dict[int, list[int]]:
@@ -2012,7 +2009,7 @@ def cut(sequences: list[Sequence], config: Config, shares_prompts: bool) -> list
     of their own, and up to 256 tokens it is little next to all else. Longer rows do not pay."""
     in_pairs = LOSSES[config.loss].unit == "pair"
     width = lambda row: len(row[0].prompt) + sum(len(sequence.completion) for sequence in row)
-    units: list[list[list[Sequence]]] = []  # what stays together: a row, or the one or two rows of a pair
+    units = []  # what stays together: a row, or the one or two rows of a pair
     for i, sequence in enumerate(sequences):
         is_second = in_pairs and i % 2 == 1
         row = units[-1][-1] if is_second or (units and not in_pairs) else []
@@ -2406,12 +2403,12 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
                 f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with its own "
                 "config.toml")
     require(state["data"] == batches.fingerprint,
-            f"--resume {path}: since then the rows of --data, the weights or the chat template of --model, or the "
-            "file of --reward or --sampler have changed")
+            f"--resume {path}: since then --data, the weights or the chat template of --model, or the file "
+            "of --reward or --sampler have changed")
     done, planned = state["step"], settings["steps"]
     require(done <= batches.steps <= planned and (config.steps or batches.steps == planned),
-            f"--resume {path}: it has done {done} of its planned {planned} steps; say --steps {planned}, or a "
-            "number between; for more, train the model of final/")
+            f"--resume {path}: it has done {done} of its planned {planned} steps; say --steps {planned}, or "
+            "a number between; for more, train the model of final/")
 
     if state["has_reference"]:
         for name, p in trained(policy).items():
@@ -2518,7 +2515,6 @@ def leave(status: int, message: str = "") -> int:
         print(f"humanline.py: {message}", file=sys.stderr)
     if status and WORLD_SIZE > 1 and torch.cuda.is_initialized():
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)  # NCCL's own end would wait for ranks that wait for this one; torchrun ends them
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -2681,8 +2677,7 @@ def warn_of_oddities(run: Run) -> None:
 
 def last_line(run: Run) -> str:
     """What was gained, in one sentence, and what to type next."""
-    settings = shlex.quote(str(run.out / "config.toml"))
-    again = f"python {Path(sys.argv[0]).name} --config {settings}"
+    again = f"python {Path(sys.argv[0]).name} --config {shlex.quote(str(run.out / 'config.toml'))}"
     if run.stopped_at:
         return (f"stopped after step {run.stopped_at} of {run.batches.steps}, saved; go on with: {again} "
                 f"--out {shlex.quote(str(run.out))} --resume latest")
@@ -2690,8 +2685,8 @@ def last_line(run: Run) -> str:
     if "accuracy_before" in run.known and "accuracy" in run.known:
         gained = ("mean reward on --eval-data went from {accuracy_before:.3f} to {accuracy:.3f}, "
                   "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.known)
-    seconds = time.perf_counter() - run.started
     other = "--no-humanline --no-taper --prior 0" if run.config.humanline else "--humanline"
+    seconds = time.perf_counter() - run.started
     return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in {seconds:.0f} s; the model is in "
             f"{run.out / 'final'}; compare with: {again} {other}")
 

@@ -460,8 +460,9 @@ def test_mathematics_that_is_not_installed_is_one_line(monkeypatch, tmp_path):
         load("math")
 
 
-def test_offline_training_loads_no_reward(run):
-    run("--steps 2 --reward missing.py:f")
+def test_offline_training_loads_no_reward(run, tmp_path):
+    (tmp_path / "fails.py").write_text("raise SystemExit\n")
+    run(f"--steps 2 --reward {tmp_path}/fails.py:f")
 
 
 @pytest.mark.parametrize("flag", ["--reward-seconds 0", "--reward-failed nan"])

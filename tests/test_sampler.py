@@ -191,7 +191,7 @@ def test_a_resume_between_two_drawings_is_exact(run, sampler, tmp_path, data_fil
 
 # What goes wrong costs a line.
 
-NOT_THAT = "is not 32 completions, each as token ids and their log-probs"
+NOT_THAT = "is not 32 completions, each as token ids and log-probs"
 NOT_SO_MANY = "not 4 completions for each of 8 prompts"
 BREAKS = {  # what the second drawing does, and what is said of it
     "os.kill(os.getpid(), 9)": "its process ended with status -9",
@@ -299,7 +299,7 @@ def test_a_sampler_that_does_not_start_costs_a_line(run, sampler, tmp_path, monk
 
 @pytest.mark.parametrize("flags, says", [
     ("--sampler vllm", "--sampler vllm: write generate or FILE.py:function"),
-    ("--sampler missing.py:f", "--reward or --sampler: no file missing.py; write FILE.py:function"),
+    ("--sampler missing.py:f", "--sampler missing.py:f: No such file: missing.py; write FILE.py:function"),
     (f"--sampler {EXTERNAL}:f", "--sampler .*external.py:f: no 'f'"),
 ])
 def test_a_sampler_that_is_none_is_one_line(run, flags, says):
@@ -343,7 +343,7 @@ def test_what_any_sampler_returns_is_checked(run, tmp_path, value):
 def test_a_sampler_that_returns_no_function_is_one_line(run, tmp_path):
     path = tmp_path / "sampler.py"
     path.write_text("def draw(run):\n    lambda prompts, count, step, greedy: []\n")
-    with pytest.raises(UserError, match="draw: 'NoneType' .*; name a function that returns one, as configs/external.py"):
+    with pytest.raises(UserError, match="draw: 'NoneType' .*; see configs/external.py for what it must return"):
         run(f"--sampler {path}:draw --sample-every 1")
 
 

@@ -65,10 +65,9 @@ TURNS = [dict(content="What is 1+1?", role="user")]
 
 
 @pytest.mark.parametrize("row, expected", [
-    (dict(prompt="a", chosen="b", rejected="c", completions=["b", "c"], scores=[0, 1]), "both a pair and a group"),
     (dict(prompt="a", completion="b", reward=1, tokens=[9, 3], logps=[5.0, -1.0]), "are not token ids and as many log-probs"),
     (dict(prompt="a", completions=["b", "c"], scores=[0, 1e200]), "a score or label is 1e+200"),
-    (dict(prompt="a", completion="b", label=4), "a label is 4; it must be 1 or true, or else 0, -1 or false; of ratings"),
+    (dict(prompt="a", completion="b", label=4), "a label is 4; it must be 1 or true for a good completion, or 0, -1 or false; turn"),
     (dict(prompt="a", completion="b", label="0.5"), "a label is '0.5'"),
     (dict(prompt="a", output_A="b", output_B="c", label="2"), "a label is '2'"),
     (dict(prompt="a", output_A="b", output_B="c", label=0.5), "a label is 0.5"),
@@ -100,7 +99,7 @@ def test_a_chat_template_that_drops_what_was_given_is_one_line(tiny, data_files,
      "--batch-size 10 counts completions, which come in groups of --group-size 4; use a multiple of it"),
     ("--loss dpo --batch-size 25", "pairs", "--batch-size 25: a step takes 25 prompts, pairs or examples, and --data has 24; lower it"),
     ("--loss kto --sample-every 1 --batch-size 100", "prompts", "a step takes 25 prompts, pairs or examples, and --data has 24"),
-    ("--taper --sample-every 2 --top-p 0.9", "prompts", "--taper compares log-probs of the whole vocabulary"),
+    ("--taper --sample-every 2 --top-p 0.9", "prompts", "--taper compares log-probs over the whole vocabulary; online it needs --top-p 1"),
 ])
 def test_a_batch_that_would_be_another_is_one_line(tiny, data_files, tmp_path, capsys, flags, rows, expected):
     given = short_run(tiny, data_files[rows], f"--out {tmp_path / 'out'} {flags}")
@@ -153,7 +152,7 @@ def test_a_resume_notices_what_else_its_rewards_and_weights_depend_on(run, tiny,
         file = {"template": model / "chat_template.jinja", "reward": reward, "sampler": sampler}[changed]
         with open(file, "a") as text:
             text.write(" ")
-    with pytest.raises(humanline.UserError, match="since then the rows of --data, .* have changed"):
+    with pytest.raises(humanline.UserError, match="since then --data, .* have changed"):
         run("--resume latest", flags=start, out=str(out))
 
 
@@ -180,8 +179,8 @@ def test_a_run_of_another_version_is_called_that(run, tiny, data_files, tmp_path
 
 
 @pytest.mark.parametrize("flags, expected", [
-    ("--reward nosuchfile.py:f", "--reward or --sampler: no file nosuchfile.py; write FILE.py:function"),
-    ("--sampler nosuchfile.py:f", "--reward or --sampler: no file nosuchfile.py; write FILE.py:function"),
+    ("--reward nosuchfile.py:f", "--reward nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function"),
+    ("--sampler nosuchfile.py:f", "--sampler nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function"),
     ("--eval-every 2", "--eval-every 2 has nothing to measure on; add --eval-data"),
 ])
 def test_a_flag_that_would_do_nothing_is_one_line(tiny, data_files, tmp_path, capsys, flags, expected):

@@ -72,7 +72,6 @@ PAIR = dict(chosen="a", rejected="b")
 
 @pytest.mark.parametrize("loss, rows, flags, words", [
     ("kto", dict(completion="a", label=True), "", "all examples are of one kind"),
-    ("dpo", PAIR, "--log-eps-p 0.1", r"the clip \[0.1, 1.5\] does not hold 0"),
     ("dpo", PAIR, "--steps 42 --lr 1e-6", "42 steps of 1 go through the data 10 times"),
     ("dpo", PAIR, "--dtype bfloat16 --lr 1e-5", "at --lr 1e-05 most updates are below half a bf16 step"),
     ("dpo", PAIR, "--dtype bfloat16", ""),
@@ -112,7 +111,7 @@ def test_a_resumed_run_knows_what_was_measured_and_leaves_damaged_lines_out(tiny
     first = train(flags)
     shutil.rmtree(out / "final")
     lines = (out / "metrics.jsonl").read_bytes().splitlines()
-    (out / "metrics.jsonl").write_bytes(b"\n".join([lines[0], b"\xff\xfe", b"7", b'{"loss": 1}', *lines[1:]]) + b'\n{"st')
+    (out / "metrics.jsonl").write_bytes(b"\n".join([lines[0], b"\xff\xfe", *lines[1:]]) + b'\n{"st')
     second = train([*flags, "--resume", "latest"])
     assert [line["step"] for line in metrics(out)] == [1, 2, 3]
     for name in ("accuracy_before", "greedy_before", "accuracy", "greedy"):
