@@ -2,11 +2,11 @@
 
 All of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207) in one file. On a laptop:
 
-  python humanline.py                                   # aligns the tiny model of configs/demo
-  python humanline.py --loss grpo --sync-k 12           # sync the reference every 12 steps
-  python humanline.py --no-humanline --no-taper         # the baseline: plain GRPO
-  python humanline.py --no-humanline --sample-every 1   # online: sampled from the policy at every step
-  python humanline.py --loss dpo                        # on the best and the worst of each prompt's samples
+  python humanline.py                                      # aligns the tiny model of configs/demo
+  python humanline.py --loss grpo --sync-k 12              # sync the reference every 12 steps
+  python humanline.py --no-humanline --no-taper --prior 0  # the baseline: plain GRPO
+  python humanline.py --no-humanline --sample-every 1      # online: sampled from the policy at every step
+  python humanline.py --loss dpo                           # on the best and the worst of a prompt's samples
 
 On a model and data of your own (rows as in the README), on one GPU and on eight, and after an interruption:
 
@@ -48,6 +48,7 @@ import contextlib
 import dataclasses
 import datetime
 import difflib
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -71,6 +72,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Callable, Iterable, Iterator, Literal
+
+if __name__ == "__main__":  # Ctrl-C during the imports below prints no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 import torch.distributed as dist
@@ -186,7 +190,7 @@ class Config:
     max_prompt_length: int | None = None  # Longest prompt, in tokens; rows with longer ones are dropped.
     microbatch_tokens: int = 16384
     """Tokens, with padding, per forward and backward; lower it if memory runs out. Changes no result."""
-    compile: bool | None = None  # torch.compile. Default: on a GPU.
+    compile: bool = torch.cuda.is_available()  # Compile the layers with torch.compile. Default: on a GPU.
     shard: bool = False
     """Shard weights, gradients and moments over the ranks (FSDP2). While it draws, each has all weights."""
     seed: int = 0  # All randomness follows from this and the step; draws also from the number of ranks.
@@ -216,8 +220,7 @@ class Config:
             self.lr = 1e-5 if self.lora else 1e-6
         if self.batch_size is None:
             self.batch_size = loss.batch_size
-        if self.compile is None:
-            self.compile = torch.cuda.is_available()
+        self.out = self.out and os.path.expanduser(self.out)
         check_config(self)
         # Online, a plain loss takes its log-ratio to the old policy, and only its KL to the reference.
         self.ratio_to_old = loss.needs_reference and self.sample_every > 0 and self.sync_k == 0
@@ -232,8 +235,7 @@ class Config:
 RANGES = {  # the least and the largest value of settings
     (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high prior lora",
     (1, 1e12): "max_new_tokens sample_tokens steps max_length max_prompt_length microbatch_tokens keep "
-               "eval_prompts eval_samples limit lora_alpha",
-    (1, 1e6): "batch_size group_size",
+               "batch_size group_size eval_prompts eval_samples limit lora_alpha",
     (1e-12, 1e12): "gamma_p gamma_r beta_p beta_r beta desirable_weight undesirable_weight epsilon lr "
                    "adam_eps max_grad_norm reward_seconds",
     (1e-3, 1e3): "temperature",
@@ -347,7 +349,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scal
     """
     _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
     counts = counts + prior
-    zeros = torch.zeros(len(counts), dtype=rewards.dtype, device=rewards.device)
+    zeros = rewards.new_zeros(len(counts))
     means = (zeros.index_add(0, index, rewards) + prior * prior_mean) / counts
     centred = rewards - means[index]
     if not scale:
@@ -446,9 +448,6 @@ class Sequence:
     sampler_logps: Tensor | None = None  # the same of whatever produced the completion; None: unknown
     verdicts: Tensor | None = None  # (len(completion),) of --perception sample, see `humanline_verdicts`
     is_idle: bool = False  # has no gradient, and is left out
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.completion)
 
 Packed = list[Sequence]  # sequences with one prompt, which share a row of the forward pass; see `log_probs`
 
@@ -644,7 +643,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
     """Add the gradient of the batch's mean loss to the parameters' .grad; returns what the step logs. All
     means are over the global batch, so that microbatches and ranks change nothing."""
     loss = LOSSES[config.loss]
-    totals: dict[str, Tensor] = {}
+    totals = {}  # of each metric, for `describe_step`
     total_loss = torch.zeros((), device=policy.device)
     z0 = None
     if config.perception == "sample":
@@ -672,7 +671,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             add_metrics(totals, x, config)
 
     # A gradient for every parameter, even on a rank without work: the sum over all ranks.
-    parameters = [p for p in policy.parameters() if p.requires_grad]
+    parameters = trained(policy).values()
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -793,7 +792,7 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
                   config: Config) -> dict[str, float]:
     """What a step reports, over all ranks; tests/claims/metrics.md says what each name means."""
     report = {"loss": 0.0, "reward": batch.reward}
-    sums: dict[str, Tensor] = {}
+    sums = {}
     of_this_rank = {name: total.cpu() for name, total in totals.items()}
     for loss_of_rank, totals_of_rank in gather_from_ranks((float(loss), of_this_rank)):
         report["loss"] += loss_of_rank
@@ -844,6 +843,8 @@ class Run:
         require(config.data, "--data names nothing; give it a file or a hub name")
         self.device = join_ranks()
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start torchrun")
+        require(not config.taper or not config.sample_every or config.top_p == 1,
+                "--taper compares log-probs over the whole vocabulary; online it needs --top-p 1")
         new_name = time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")
         self.out = Path(from_first_rank(lambda: config.out or new_name))
         from_first_rank(lambda: check_folder(self.out, config))
@@ -851,21 +852,23 @@ class Run:
 
     def check_rows(self, rows: list["Row"]) -> None:
         """Read --eval-data, too. All ranks must have the same rows."""
+        config = self.config
         self.rows = rows
-        self.eval_rows = []
-        if self.config.eval_data is not None:
-            self.eval_rows = read_rows(self.config.eval_data, self.config, "--eval-data")
-            del self.eval_rows[self.config.eval_prompts :]
+        held_out = read_rows(config.eval_data, config, "--eval-data") if config.eval_data else []
+        self.eval_rows = held_out[: config.eval_prompts]
         prompts = {str(row.prompt) for row in rows}
         seen = sum(str(row.prompt) in prompts for row in self.eval_rows)
         if seen:
             warn(f"--eval-data: {seen} of its prompts are in --data, too")
         fields = json.dumps([row.fields for row in rows], default=str)
         self.fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # a resumed run must have the same
-        if Path(self.config.model).is_dir():
-            weights = from_first_rank(lambda: hashes(Path(self.config.model), "*.safetensors"))
-            self.fingerprint += str(weights)
-        settings = gather_from_ranks(f"{self.config} {self.fingerprint}")
+        files = [*Path(config.model).glob("*.safetensors")]
+        for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
+            file = Path(spec.rpartition(":")[0])
+            require(file.exists(), f"{flag} {spec}: No such file: {file}; write FILE.py:function")
+            files.append(file)
+        self.fingerprint += from_first_rank(lambda: str(hashes(files)))
+        settings = gather_from_ranks(f"{config} {self.fingerprint}")
         require(len(set(settings)) == 1, "the ranks have different flags or rows")
 
     def begin(self, sampler: "Sampler", batches: "Batches", optimizer: torch.optim.Optimizer,
@@ -874,21 +877,20 @@ class Run:
         config = self.config
         self.sampler, self.policy = sampler, sampler.policy
         self.batches, self.optimizer = batches, optimizer
-        batches.fingerprint = self.fingerprint
+        batches.fingerprint = self.fingerprint + str(sampler.tokenizer.chat_template)
         self.eval_groups = []
         if self.eval_rows:
             self.eval_groups = encode_rows(self.eval_rows, sampler, "--eval-data", online=True)
-        sampler.check_rows(self.eval_rows + self.rows if config.sample_every else self.eval_rows)
         from_first_rank(lambda: lock(self.out, config, self.stack))
         if config.sampler != "generate":
-            path, _, name = find_file(config.sampler).rpartition(":")
-            with explained(f"--sampler {config.sampler}", "name a function of a file"):
-                sampler.external = runpy.run_path(path)[name](self)
+            path, _, name = config.sampler.rpartition(":")
+            with explained(f"--sampler {config.sampler}", "see configs/external.py for what it must return"):
+                sampler.external = runpy.run_path(path)[name](self).__call__  # which None lacks
         first = 1
         if self.checkpoint:
             first += load_checkpoint(self.checkpoint, optimizer, reference)
         if RANK == 0:
-            self.tracker = start_tracker(config, self.out) if config.track else None
+            self.track = start_tracker(config, self.out) if config.track else None
             self.take_up_folder(first)
             describe(self, first)
             warn_of_oddities(self)
@@ -971,8 +973,8 @@ class Run:
             warn(f"step {line['step']}: {warning}")
         if RANK == 0:
             append_lines(self.out / "metrics.jsonl", [line])
-            if self.tracker:
-                self.tracker.log(line, step=line["step"])
+            if self.track:
+                self.track(line, step=line["step"])
         self.steps.set_postfix(loss=line["loss"], reward=line.get("reward"), refresh=False)
 
     def finish(self) -> None:
@@ -993,9 +995,9 @@ class Watch:
     completion, the policy unlearns them along with the others (tests/claims counts how often it is so)."""
 
     def __init__(self):
-        self.warned: set[str] = set()
+        self.warned = set()
         self.length = 0.0  # of the first batch's completions: they may grow, which is no collapse
-        self.wanted: deque[float] = deque(maxlen=12)
+        self.wanted = deque(maxlen=12)
         self.best = -math.inf
 
     def __call__(self, line: dict[str, float]) -> list[str]:
@@ -1025,13 +1027,11 @@ def append_lines(path: Path, lines: Iterable[dict]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 def read_lines(path: Path) -> list[dict]:
-    """What a file's lines hold, without those that a crash cut off or the disk damaged."""
+    """What a file's lines hold, without those that a crash cut off."""
     lines = []
     for text in path.open("rb") if path.exists() else ():
         with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and "step" in line:
-                lines.append(line)
+            lines.append(json.loads(text))
     return lines
 
 def cut_lines(path: Path, end: int) -> None:
@@ -1041,12 +1041,13 @@ def cut_lines(path: Path, end: int) -> None:
     append_lines(kept, [line for line in read_lines(path) if line["step"] < end])
     kept.replace(path)
 
-def start_tracker(config: Config, out: Path) -> Any:
-    """The module that --track names, told of the run; its `log` takes each line of the metrics."""
-    with explained(f"--track {config.track}", "pip install it, and log in"):
+def start_tracker(config: Config, out: Path) -> Callable:
+    """The `log` of the module that --track names, told of the run. It takes each line of the metrics."""
+    with explained(f"--track {config.track}", "pip install it, and log in",
+                   attribute="name wandb, or a module with its functions init and log, such as trackio"):
         tracker = importlib.import_module(config.track)
         tracker.init(project="humanline", name=out.name, config=dataclasses.asdict(config))
-    return tracker
+        return tracker.log
 
 def check_folder(out: Path, config: Config) -> None:
     """Raises UserError where the run's folder holds another run, or files of other origin with its names."""
@@ -1055,22 +1056,18 @@ def check_folder(out: Path, config: Config) -> None:
     require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
     for name in "config.toml", *LINES, "checkpoint":
         require(is_run or not (out / name).exists(),
-                f"--out {out}: its {name} was not written by a run of humanline.py; choose another folder")
+                f"--out {out}: its {name} was not written by this version of humanline.py; choose another")
     require(config.resume is not None or not is_run,
             f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another")
 
 def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
     """Make the run's folder, and hold its lock until `stack` closes or the process ends."""
-    with explained(f"--out {out!s:.60}", "choose another folder"):
+    with explained(f"--out {out!s:.60}", "choose another folder",
+                   unavailable="another process trains into it; choose another folder"):
         out.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(ImportError):  # Windows has no such locks
-        import fcntl
         descriptor = os.open(out, os.O_RDONLY)
         stack.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {out}: another process trains into it; choose another folder") from None
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     check_folder(out, config)  # again: another run may have come and gone
 
 def note_signals(stack: contextlib.ExitStack) -> list[int]:
@@ -1085,10 +1082,8 @@ def note_signals(stack: contextlib.ExitStack) -> list[int]:
         if number == signal.SIGINT and WORLD_SIZE == 1:  # a second one stops at once
             signal.signal(number, signal.default_int_handler)
 
-    for name in "SIGINT", "SIGTERM", "SIGHUP":
-        if hasattr(signal, name):  # Windows has no SIGHUP
-            number = getattr(signal, name)
-            stack.callback(signal.signal, number, signal.signal(number, note))
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        stack.callback(signal.signal, number, signal.signal(number, note))
     return received
 
 # ---------- Models ------------------------------------------------------------------------------------------
@@ -1122,8 +1117,9 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
             require(tokenizer.chat_template or not config.template_values,
                     f"--template-values: {name} has no template")
-            # With one date for ever: otherwise no run could be resumed the next day.
-            values = {"date_string": "26 Jul 2024"} | json.loads(config.template_values or "{}")
+            with explained("--template-values", "write JSON, such as '{\"enable_thinking\": false}'"):
+                values = dict(json.loads(config.template_values or "{}"))
+            values.setdefault("date_string", "26 Jul 2024")  # one for ever: else no resume on the next day
             tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
             policy = load_weights(config, device)
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence "
@@ -1214,21 +1210,19 @@ def shard(policy: Module, layers: list[Module], device: torch.device, config: Co
 
 @torch.no_grad()
 def check_output_head(policy: Module, config: Config) -> None:
-    """Raises UserError where `log_probs` is not the model's own log-softmax, or is random."""
+    """Raises UserError where `log_probs` is not the model's own log-softmax."""
     ids = torch.arange(8, device=policy.device)[None] % policy.config.get_text_config().vocab_size
     sequence = Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
         ours = log_probs(policy, [[sequence]])
-        again = log_probs(policy, [[sequence]])
         logits = policy(input_ids=ids, use_cache=False).logits
     theirs = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     tolerance = 0.005 if policy.dtype == torch.float32 and not config.is_mixed else 0.05
     name = f"--model {config.model}"
     require(logits.isfinite().all(), f"{name}: its logits are not finite numbers; its weights are spoilt")
-    require(torch.allclose(ours, again, rtol=0, atol=1e-3), f"{name}: its log-probs are random in training "
-            "(not by dropout, which is off), so its log-ratio with itself would not be 0")
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
-            f"{name}: its logits are not hidden states times output embeddings, which token_logps needs")
+            f"{name}: its logits are not hidden states times output embeddings, which token_logps needs, or "
+            "they are random in training")
 
 @torch.no_grad()
 def can_share_prompts(policy: Module, config: Config) -> bool:
@@ -1273,7 +1267,7 @@ class Row:
 def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
     """Read NAME[:[CONFIG:]SPLIT] and check every row; raises UserError naming the first bad one."""
     source = f"{flag} {spec}"
-    rows: dict[Any, Row] = {}
+    rows = {}
     dropped = 0
     for number, fields in enumerate(itertools.islice(read_table(spec, source), config.limit), 1):
         where = f"{source} row {number}"
@@ -1313,10 +1307,16 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
             return datasets.Dataset.from_parquet(spec)
         if kind == ".csv":
             import pandas
-            texts = pandas.read_csv(spec, dtype=str, keep_default_na=False, na_values=[""], index_col=False)
+            texts = pandas.read_csv(spec, dtype=str, keep_default_na=False, na_values=[""])
+            require(isinstance(texts.index, pandas.RangeIndex),
+                    f"{source} row 1: more values than columns; quote a text that holds a comma")
             return datasets.Dataset.from_pandas(texts)
         name, *parts = spec.split(":")
         split = parts.pop() if parts else "train"
+        if Path(name).is_dir():
+            files = datasets.load_dataset_builder(name, *parts).config.data_files[split]
+            if Path(files[0]).suffix in (".jsonl", ".json", ".csv"):
+                return [row for file in files for row in read_table(file, source)]
         return datasets.load_dataset(name, *parts, split=split)
 
 def read_json(path: Path, source: str) -> Iterator[dict]:
@@ -1348,12 +1348,7 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     `label`, or alone, to be sampled from. Answers may be whole dialogues, whose common turns are the prompt;
     None is returned where not just an answer follows those."""
     fields = {name: value for name, value in fields.items() if value is not None}  # None fills gaps
-    known = dict(fields)
-    for theirs, ours in COLUMN_NAMES.items():
-        if theirs in fields:
-            known.setdefault(ours, fields[theirs])
-    is_both = {"chosen", "completions"} <= fields.keys()
-    require(not is_both, f"{where}: both a pair and a group; leave one out")
+    known = {COLUMN_NAMES.get(name, name): value for name, value in fields.items()} | fields
     answers, rewards = find_answers(known, where)
     row = Row(where, [], fields, rewards=rewards)
     row.labelled = len(answers) == 1 and "label" in known
@@ -1377,35 +1372,42 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         with explained(f"{where}: --prompt-template", "name a column of the rows"):
             text = re.sub(r"\{([a-zA-Z_]\w*)\}", lambda name: str(known[name[1]]), config.prompt_template)
         row.prompt[-1]["content"] = text
-    if config.system is not None and row.prompt[0]["role"] != "system":
-        row.prompt.insert(0, dict(role="system", content=config.system))
+    system = known.get("system") or config.system
+    if system is not None and row.prompt[0]["role"] != "system":
+        row.prompt.insert(0, dict(role="system", content=system))
     return row
 
 def find_answers(known: dict, where: str) -> tuple[list, list[float]]:
-    """A row's answers, texts or messages, with their rewards or labels."""
+    """A row's answers, texts or messages, with their rewards or labels. Of a group and a pair the group."""
     answers, rewards = [], []
     if "completions" in known:
         answers = known["completions"]
         rewards = known["scores"]
     elif "chosen" in known:
         answers = [known["chosen"], known["rejected"]]
-        rewards = [1, 0]
-        if "output_A" in known:  # HALOs: the label is whether A is better
-            rewards = [known["label"], not known["label"]]
+        rewards = [known["label"] if "output_A" in known else 1, 0]  # HALOs: whether A is better
     elif "completion" in known and {"label", "reward"} & known.keys():
         answers = [known["completion"]]
         rewards = [known.get("label", known.get("reward"))]
     require(len(answers) == len(rewards), f"{where}: {len(answers)} completions have {len(rewards)} scores")
     for i, reward in enumerate(rewards):
         with contextlib.suppress(ValueError):  # of a CSV: 1, 0.5 or True, or else a word
-            rewards[i] = json.loads(reward.lower()) if isinstance(reward, str) else reward
+            rewards[i] = json.loads(str(reward).lower())
         require(isinstance(rewards[i], (int, float)) and abs(rewards[i]) < 1e100,
                 f"{where}: a score or label is {reward!r:.60}; it must be a number below 1e100")
+    if "output_A" in known:
+        rewards[1] = 1 - rewards[0]
+    is_label = "label" in known and "completions" not in known
+    require(not is_label or set(rewards) <= {0, 1, -1},
+            f"{where}: a label is {known.get('label')!r:.60}; it must be 1 or true for a good completion, or "
+            "0, -1 or false; turn ratings into such labels")
     return answers, [float(reward) for reward in rewards]
 
 def read_messages(value: Any, role: str, where: str) -> list[dict]:
     """A text by `role`, or chat messages, as messages; HH-RLHF's "Human:" and "Assistant:" are split."""
     if isinstance(value, str):
+        is_dialogue = re.match(r"(?s)\s*\[\s*\{.*['\"]role['\"]:\s*['\"](system|user|assistant)", value)
+        require(not is_dialogue, f"{where}: chat messages in a text; write the rows as JSON lines")
         before, *parts = re.split(r"\n\n(Human|Assistant): ?", value)
         if role == "assistant" and not before.strip() and len(parts) > 2:
             roles = dict(Human="user", Assistant="assistant")
@@ -1444,6 +1446,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
     if online is None:
         online = config.sample_every > 0
     if online:
+        sampler.check_rows(rows)
         rows = [dataclasses.replace(row, completions=[], tokens=[]) for row in rows]
     has_answers = any(turn["role"] == "assistant" for row in rows for turn in row.prompt)
     if flag == "--data" and has_answers and not tokenizer.chat_template:
@@ -1454,7 +1457,6 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
         encoded = encode_dialogues(tokenizer, rows)
     longest = min(sampler.longest, config.max_length or sampler.longest)
     longest_prompt = config.max_prompt_length or longest
-    vocabulary = len(sampler.policy.get_input_embeddings().weight)
     groups = []
     foreign = 0
     for number, (row, (prompt, *wholes)) in enumerate(zip(rows, encoded)):
@@ -1468,7 +1470,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
             stops = sampler.stops
             group.completions = [cut_at_stop([*ids[len(group.prompt):], stops[0]], stops) for ids in wholes]
         texts = (group.prompt, *group.completions)
-        require(all(texts) and max(map(max, texts)) < vocabulary,
+        require(all(texts) and sampler.vocabulary.issuperset(itertools.chain(*texts)),
                 f"{row.where}: the tokenizer of --model {config.model} makes no tokens of it, or some that "
                 "the model does not know; use the model's own")
         room = max(map(len, group.completions), default=config.max_new_tokens)
@@ -1477,9 +1479,11 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
     if foreign:
         warn(f"{flag}: the tokens of {foreign} rows are not what this tokenizer makes of their text, which "
              "is taken instead, with an end; so their sampler is unknown")
+    limits = (f"a prompt must fit in {longest_prompt} tokens, with its completion in {longest}; the model "
+              f"has {sampler.longest}; see --max-length, --max-prompt-length and --max-new-tokens")
+    require(groups, f"{flag}: no row is left: {limits}")
     if len(groups) < len(rows):
-        warn(f"{flag}: dropped {len(rows) - len(groups)} rows as over-long; see --max-length")
-    require(groups, f"{flag}: no row is left; raise --max-length or --max-prompt-length")
+        warn(f"{flag}: dropped {len(rows) - len(groups)} rows as over-long: {limits}")
     return groups
 
 def are_tokens_of(tokenizer: Any, row: Row) -> bool:
@@ -1505,10 +1509,7 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
         start = render(tokenizer, row.prompt, add_generation_prompt=True)
         require(is_written(row.prompt, start),
                 f"{row.where}: the model's chat template leaves out a message of its prompt")
-        found = [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
-        require(max(map(len, found)) < 5_000_000,
-                f"{row.where}: a text of 5 million characters or more; cut it or remove the row")
-        texts += found
+        texts += [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
     ids_of = iter(tokenizer(texts, add_special_tokens=is_plain)["input_ids"])
     encoded = [[next(ids_of) for _ in ("prompt", *row.completions)] for row in rows]
     for prompt, *_ in encoded:
@@ -1562,13 +1563,15 @@ class Batches:
         self.longest = longest
         self.fingerprint = ""  # of the rows and the model, if somebody takes one
         self.loss = LOSSES[config.loss]
-        self.pending: deque[Batch] = deque()
+        self.pending = deque()
         self.made_until = 0  # the last step whose batch has been made
         self.prompts = len(groups)
-        self.pool: list = groups  # online prompts, offline units with their groups
+        self.pool = groups  # online prompts, offline units with their groups
         self.per_step = config.batch_size  # how many of them a step takes
         if config.sample_every and self.loss.unit == "example":  # of which a prompt gives a group
-            self.per_step = math.ceil(config.batch_size / config.group_size)
+            self.per_step, rest = divmod(config.batch_size, config.group_size)
+            require(not rest, f"--batch-size {config.batch_size} counts completions, which come in groups of "
+                    f"--group-size {config.group_size}; use a multiple of it")
         if not config.sample_every:
             require(all(group.completions for group in groups), "--data: prompts without completions, or "
                     "without their labels; draw them with --sample-every 1")
@@ -1577,8 +1580,10 @@ class Batches:
             make_units(groups, config)
             self.pool = [(unit, group) for group in groups for unit in group.units]
             require(self.pool, "--data: no row has a better and a worse completion to learn from")
-        self.steps = config.steps or max(1, len(self.pool) // self.per_step)  # of the whole run
-        self.order: list[int] = []  # of the pool's members, over the run; each epoch has its own
+        require(self.per_step <= len(self.pool), f"--batch-size {config.batch_size}: a step takes "
+                f"{self.per_step} prompts, pairs or examples, and --data has {len(self.pool)}; lower it")
+        self.steps = config.steps or len(self.pool) // self.per_step  # of the whole run
+        self.order = []  # of the pool's members, over the run; each epoch has its own
         needed = self.steps * self.per_step
         for epoch in range(math.ceil(needed / len(self.pool))):
             generator = torch.Generator().manual_seed(seed_for(config.seed, "order", epoch))
@@ -1614,7 +1619,7 @@ class Batches:
             else:
                 start = (step - first) * self.per_step
                 groups = rollouts[start : start + self.per_step]
-                units = [unit for group in groups for unit in group.units][: self.config.batch_size]
+                units = [unit for group in groups for unit in group.units]
             sequences = [dataclasses.replace(sequence) for unit in units for sequence in unit]
             mismatched = self.mismatch(sequences) if self.loss.needs_mismatched else []
             no_difference = None
@@ -1673,6 +1678,7 @@ class Sampler:
         with explained(f"--model {config.model}: its chat template fails", "put another in its folder"):
             self.stops = stop_ids(policy, tokenizer)
         self.longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        self.vocabulary = set(range(len(policy.get_input_embeddings().weight)))
         self.external = None  # draws instead of the policy's `generate`
         is_asked = config.sample_every or config.eval_data is not None  # loading one may take its time
         self.reward = Reward(config) if is_asked else None
@@ -1682,7 +1688,7 @@ class Sampler:
         name = self.config.reward
         columns = NEEDED_COLUMNS.get(name) if self.reward else None
         for row in rows if columns else ():
-            require(any(row.fields.get(column) is not None for column in columns),
+            require(row.fields.keys() & columns,
                     f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
 
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
@@ -1693,7 +1699,8 @@ class Sampler:
         repeated = [group for group in prompts for _ in range(size)]
         calls = self.plan_calls(repeated)
         if self.external:
-            drawn = self.external(prompts, size, step, greedy)
+            with explained(f"--sampler {self.config.sampler}", "configs/external.py says what is due"):
+                drawn = self.checked(self.external(prompts, size, step, greedy), len(repeated))
         else:
             drawn = self.draw(repeated, calls, step, greedy)
         rewarded = {}
@@ -1719,6 +1726,19 @@ class Sampler:
             rewards = [self.config.reward_failed if reward is None else reward for reward in rewards]
             rollouts.append(Group(group.row, group.prompt, ids, rewards, failed=failed, logps=logps))
         return rollouts
+
+    def checked(self, drawn: list[Completion], count: int) -> list[Completion]:
+        """What a --sampler returned; ValueError where it is not `count` completions, each a list of token ids
+        up to and with the first stop token, or --max-new-tokens long, and a list of their log-probs."""
+        completions = []
+        for ids, logps in drawn:
+            whole = cut_at_stop([*ids, self.stops[0]], self.stops)[: self.config.max_new_tokens]
+            is_known = whole == ids and self.vocabulary.issuperset(ids)
+            if is_known and len(logps) == len(ids) and -math.inf < sum(logps) < 0.01:
+                completions.append((ids, [round(value, 5) for value in logps]))
+        if not len(completions) == len(drawn) == count:
+            raise ValueError(f"{drawn!r:.80} is not {count} completions, each as token ids and log-probs")
+        return completions
 
     def plan_calls(self, repeated: list[Group]) -> dict[int, list[int]]:
         """This rank's calls of `generate`, by their number among those of all ranks: places in `repeated`.
@@ -1878,11 +1898,12 @@ class Reward:
         if config.reward == "math":
             path, name = str(CONFIGS / "math_reward.py"), "math"
             require(os.path.exists(path), f"--reward math needs {path}; copy that file there, too")
+        with explained("--reward-args", "write a JSON object, such as '{\"model\": \"NAME\"}'"):
+            settings = dict(json.loads(config.reward_args or "{}"))
         self.function = exact_reward
         advice = "write FILE.py:function, a function(prompts, completions, rows) -> list of floats"
         with explained(f"--reward {config.reward}", advice, math_verify="pip install math-verify"):
             if path:
-                settings = json.loads(config.reward_args or "{}")
                 self.function = FunctionProcess(path, name, config.reward_seconds, settings)
 
     def __call__(self, *samples: list) -> list[float | None]:
@@ -2122,7 +2143,7 @@ def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
     of their own, and up to 256 tokens it is little next to all else. Longer rows do not pay."""
     in_pairs = LOSSES[config.loss].unit == "pair"
     width = lambda row: len(row[0].prompt) + sum(len(sequence.completion) for sequence in row)
-    units: list[list[Packed]] = []  # what stays together: a row, or the one or two rows of a pair
+    units = []  # what stays together: a row, or the one or two rows of a pair
     for i, sequence in enumerate(sequences):
         is_second = in_pairs and i % 2 == 1
         row = units[-1][-1] if is_second or (units and not in_pairs) else []
@@ -2146,7 +2167,7 @@ def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
 def pack(widths: list[int], tokens: float, heights: list[int] | None = None) -> list[list[int]]:
     """Indices of things of like widths, each `heights` rows (1) high, in packs of at most `tokens` tokens
     with padding, or of one thing. The widest come first."""
-    packed: list[list[int]] = []
+    packed = []
     height = widest = 0  # of the present pack, whose first thing is the widest
     for i in sorted(range(len(widths)), key=lambda i: widths[i], reverse=True):
         rows = heights[i] if heights else 1
@@ -2414,7 +2435,7 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         with new_folder(path) as folder:
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(text)
-            (folder / "files.json").write_text(json.dumps(hashes(folder)))
+            (folder / "files.json").write_text(json.dumps(dict(format=FORMAT) | hashes(folder.iterdir())))
     except Exception as error:  # safetensors has an exception of its own for a full disk
         warn(f"could not write {path}: {error}; what was saved before stays")
         return
@@ -2456,11 +2477,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
-def hashes(folder: Path, names: str = "*") -> dict[str, str]:
-    """The SHA-256 of the files in a folder, but of the one that holds them."""
+def hashes(paths: Iterable[Path]) -> dict[str, str]:
+    """The SHA-256 of those that are files, by name."""
     found = {}
-    for path in sorted(folder.glob(names)):
-        if path.is_file() and path.name != "files.json":
+    for path in sorted(paths):
+        if path.is_file():
             with path.open("rb") as file:
                 found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
@@ -2469,10 +2490,12 @@ def find_damage(folder: Path) -> str:
     """What is wrong with a folder whose hashes were written, or ""."""
     try:
         written = json.loads((folder / "files.json").read_text())
-        found = hashes(folder)
+        found = hashes(folder.iterdir())
     except (OSError, ValueError) as error:
         return f"not a whole checkpoint ({error})"
-    damaged = [name for name in sorted(written | found) if written.get(name) != found.get(name)]
+    if written.pop("format", None) != FORMAT:
+        return "written by another version of humanline.py, which can go on with it"
+    damaged = [name for name in written if written[name] != found.get(name)]
     return f"damaged: {', '.join(damaged)}" if damaged else ""
 
 def find_checkpoint(config: Config, out: Path) -> Path | None:
@@ -2516,7 +2539,8 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
                 f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with its own "
                 "config.toml")
     require(state["data"] == batches.fingerprint,
-            f"--resume {path}: the rows of --data or the weights of --model have changed since then")
+            f"--resume {path}: since then --data, the weights or the chat template of --model, or the file "
+            "of --reward or --sampler have changed")
 
     if state["has_reference"]:
         for name, p in trained(policy).items():
@@ -2544,8 +2568,7 @@ MODEL_CARD = """\
 ---
 library_name: {library}
 pipeline_tag: text-generation
-base_model: {base}
-tags: [humanline, {loss}]
+{base}tags: [humanline, {loss}]
 ---
 
 `{model}` after {steps} steps of {loss}, by [Humanline](https://arxiv.org/abs/2509.24207).
@@ -2560,10 +2583,9 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config, steps
     weights = final_weights(policy, config)
     if RANK != 0:
         return
-    is_folder = Path(config.model).exists()
-    card = MODEL_CARD.format(library="peft" if config.lora else "transformers",
-                             base=Path(config.model).resolve().name if is_folder else config.model,
-                             model=config.model, loss=config.loss, steps=steps, settings=to_toml(config))
+    base = "" if Path(config.model).exists() else f"base_model: {config.model}\n"
+    card = MODEL_CARD.format(library="peft" if config.lora else "transformers", base=base, model=config.model,
+                             loss=config.loss, steps=steps, settings=to_toml(config))
     try:
         with new_folder(path) as folder:
             policy.save_pretrained(folder, state_dict=weights)
@@ -2613,12 +2635,11 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         if not re.search("out of memory|allocate memory", str(error)):  # a GPU's words, and a CPU's
             raise
-        return leave(1, f"stopped: {str(error).splitlines()[0]:.200}; {LESS_MEMORY}")
+        return leave(1, f"stopped: {str(error).splitlines()[0]:.200}; try --microbatch-tokens "
+                     f"{config.microbatch_tokens // 2}, a lower --sample-tokens or --max-length, "
+                     "--checkpoint-activations, --lora 16 or --shard")
     except KeyboardInterrupt:  # before the first step, or a second one
         return leave(130, "stopped at once; what was saved before stays")
-
-LESS_MEMORY = ("less takes: a lower --microbatch-tokens, --sample-tokens or --max-length, "
-               "--checkpoint-activations, --lora 16, --shard")
 
 def leave(status: int, message: str = "") -> int:
     """Say why, and part from the other ranks; returns the exit status."""
@@ -2626,7 +2647,6 @@ def leave(status: int, message: str = "") -> int:
         print(f"humanline.py: {message}", file=sys.stderr)
     if status and WORLD_SIZE > 1 and torch.cuda.is_initialized():
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)  # NCCL's own end would wait for ranks that wait for this one; torchrun ends them
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -2634,9 +2654,9 @@ def leave(status: int, message: str = "") -> int:
 
 def parse_config(argv: list[str]) -> Config:
     """Flags over --config, or over the settings of the demo, over defaults."""
-    require(argv.count("--data") < 2, "--data is there twice; write --data ONE OTHER")
-    words = [part for word in argv for part in word.split("=")]  # --flag=VALUE is --flag VALUE
-    typed = dict(itertools.pairwise([*words, ""]))
+    words = [part for word in argv for part in word.split("=", 1)]  # --flag_name=VALUE is --flag-name VALUE
+    typed = {word.replace("_", "-"): value for word, value in itertools.pairwise([*words, ""])}
+    require(words.count("--data") < 2, "--data is there twice; write --data ONE OTHER")
     parts = sorted({"--sync-k", "--perception"} & typed.keys())
     require("--no-humanline" not in typed or not parts,
             f"{' and '.join(parts)}: --no-humanline is without it; for a part alone switch off the other")
@@ -2684,27 +2704,7 @@ def parse_flags(args: list[str], kind: Any = Config) -> Any:
     text = " ".join(re.sub("[│╭╮╰╯─]|-{3,}", " ", text).split())
     text = re.sub(r" (Argument|For full helptext).*$|no type matching .*<class '\w+'>: ", "", text)
     text = re.sub(r" Perhaps you meant: (--[\w-]+).*$", r"; did you mean \1?", text)
-    flag = re.search(r"--(no-)?([\w-]+)", text)
-    advice = instead_of(flag[2].replace("-", "_")) if flag else ""
-    raise UserError(f"{text}; {advice or 'see --help'}")
-
-GONE = {  # what to do instead of settings of earlier versions
-    "leave it out": "ref plan rollouts untyped ratio eval_greedy share_prompts draw_ahead on_collapse "
-                    "lora_targets schedule",
-    "write sync_k": "sync_drift sync_alpha",
-    "write taper = true for stale = \"taper\"": "stale",
-    "merge final/ with peft, as in the README": "merge",
-    "write one JSON object, such as '{\"enable_thinking\": false}'": "template_values",
-    "set HUMANLINE_SAMPLER_COMMAND or _WEIGHTS, as configs/external.py says":
-        "sampler_command sampler_weights sampler_python sampler_devices",
-    "set SECONDS in configs/external.py": "sampler_seconds",
-    "for several write a function that adds them, as configs/rewards.py:math_recipe": "reward",
-    "temperature and top_p hold for both; for others, eval.py accuracy": "eval_temperature eval_top_p",
-}
-
-def instead_of(name: str) -> str:
-    """What to do instead of a setting of an earlier version; "" of any other name."""
-    return next((advice for advice, names in GONE.items() if name in names.split()), "")
+    raise UserError(f"{text}; see --help")
 
 def read_config(path: str, without: Iterable[str] = ()) -> list[str]:
     """The settings of a TOML file as flags, but for those named in `without`."""
@@ -2714,21 +2714,17 @@ def read_config(path: str, without: Iterable[str] = ()) -> list[str]:
     args = []
     for key, value in table.items():
         name = key.replace("-", "_")
-        advice = instead_of(name) or suggest(name, names)
-        require(name in names, f"{path}: unknown key '{key}'; {advice}")
-        require(name == "data" or not isinstance(value, (list, dict)),
-                f"{path}: {key} = {value!r} must be a single value; {advice}")
+        require(name in names, f"{path}: unknown key '{key}'; {suggest(name, names)}")
         if name in without:
             continue
-        values = value if isinstance(value, list) else [value]
-        if name in ("model", "data", "eval_data", "reward"):
-            values = [find_file(str(one)) for one in values]
-        if isinstance(value, bool):
+        if name in ("model", "eval_data", "reward", "sampler"):
+            value = find_file(str(value))
+        if name == "data":
+            args += ["--data", *map(find_file, [value] if isinstance(value, str) else value)]
+        elif isinstance(value, bool):
             args.append(flag_of(name if value else f"no_{name}"))
-        elif name == "data":
-            args += ["--data", *values]
         else:
-            args.append(f"{flag_of(name)}={values[0]}")
+            args.append(f"{flag_of(name)}={value}")
     return args
 
 def find_file(spec: str) -> str:
@@ -2756,19 +2752,19 @@ def check_config(config: Config) -> None:
     require(re.fullmatch(r"exact|math|.+\.py:\w+", config.reward),
             f"--reward {config.reward}: write exact, math or FILE.py:function; a reward model is "
             "configs/model_reward.py:score, a sum of several configs/rewards.py:math_recipe")
-    with explained("--reward-args", "write a JSON object, such as '{\"model\": \"NAME\"}'"):
-        is_object = isinstance(json.loads(config.reward_args or "{}"), dict)
-        require(is_object, "--reward-args is not a JSON object")
     require(config.prompt_template is None or "{prompt}" in config.prompt_template,
             "--prompt-template has no {prompt}, the place where the row's prompt goes")
     require(not config.sample_every or config.group_size > 1,
             "--group-size 1 leaves nothing to compare; use 2 or more")
     require(re.fullmatch(r"generate|.+\.py:\w+", config.sampler),
             f"--sampler {config.sampler}: write generate or FILE.py:function, say configs/external.py:vllm")
+    require(not config.eval_every or config.eval_data,
+            f"--eval-every {config.eval_every} has nothing to measure on; add --eval-data ROWS")
     require(config.resume != "latest" or config.out,
             "--resume latest looks in the run's folder; name it with --out")
 
-TOML_HEAD = "# python humanline.py --config THIS_FILE repeats the run.\n"
+FORMAT = 1  # of a run's folder: raised where an older one can no longer be resumed
+TOML_HEAD = f"# python humanline.py --config THIS_FILE repeats the run. Format {FORMAT}.\n"
 
 def to_toml(config: Config) -> str:
     """What was set, as TOML that --config reads back. Where the run lies is left to the next one."""
@@ -2790,8 +2786,9 @@ def in_words(config: Config) -> str:
         form = "humanline's sync alone"
     elif config.perception != "none":
         form = "humanline's perception alone"
-    if config.taper:
-        form += " with taper"
+    added = [name for name in ("taper", "prior") if getattr(config, name)]
+    if added:
+        form += f" with {' and '.join(added)}"
     return f"{config.loss.upper()}, {form}"
 
 def describe(run: Run, first: int) -> None:
@@ -2823,9 +2820,6 @@ def warn_of_oddities(run: Run) -> None:
     if config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5:  # 1/400 of a usual weight, 0.02
         warn(f"--dtype bfloat16: at --lr {config.lr:g} most updates are below half a bf16 step of their "
              "weight, and lost; --dtype mixed or --lora keeps them")
-    if config.perception == "clip" and not config.log_eps_p < 0 < config.log_eps_r:
-        warn(f"the clip [{config.log_eps_p}, {config.log_eps_r}] does not hold 0, where a log-ratio begins, "
-             "so no token passes a gradient then")
     if config.loss == "kto" and len(kinds) == 1:
         warn("all examples are of one kind, so KTO has nothing to hold them against")
     if units and passes > 10:
@@ -2842,10 +2836,8 @@ def last_line(run: Run) -> str:
     if "accuracy_before" in run.latest and "accuracy" in run.latest:
         gained = ("mean reward on --eval-data went from {accuracy_before:.3f} to {accuracy:.3f}, "
                   "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.latest)
+    other = "--no-humanline --no-taper --prior 0" if run.config.humanline else "--humanline"
     seconds = time.perf_counter() - run.started
-    other = "--no-humanline" if run.config.humanline else "--humanline"
-    if run.config.taper and run.config.humanline:
-        other += " --no-taper"
     return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in {seconds:.0f} s; the model is in "
             f"{run.out / 'final'}; compare with: {again} {other}")
 

@@ -95,6 +95,14 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
     assert error.splitlines()[-1] == "humanline.py: stopped at once; what was saved before stays"
 
 
+@pytest.mark.parametrize("program", ["humanline.py", "eval.py"])
+def test_ctrl_c_while_it_imports_prints_no_traceback(tmp_path, program):
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    done = subprocess.run([sys.executable, str(ROOT / program)], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                          capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_on(
         tiny, data_files, tmp_path, number):

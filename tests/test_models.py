@@ -527,7 +527,7 @@ def test_a_model_whose_log_probs_we_cannot_compute_is_refused(folder, tmp_path, 
 
     for kind, wrong, says in (
             (LlamaForCausalLM, scaled, "its logits are not hidden states times output embeddings"),
-            (LlamaModel, noisy, "its log-probs are random in training")):
+            (LlamaModel, noisy, "or they are random in training")):
         monkeypatch.setattr(kind, "forward", wrong)
         assert says in refusal(folder("llama3"), tmp_path, capsys, "--dtype", dtype)
 
@@ -590,7 +590,7 @@ def test_the_model_card_says_how_the_model_was_made(folder, rows, tmp_path):
     card = (out / "final" / "README.md").read_text(encoding="utf-8")
     _, front, body = card.split("---\n", 2)
     front = yaml.safe_load(front)
-    assert front["library_name"] == "transformers" and front["base_model"] == Path(folder("gpt2")).name
+    assert front["library_name"] == "transformers" and "base_model" not in front  # it has no name on the hub
     assert set(front["tags"]) == {"humanline", "kto"} and "after 2 steps of kto" in body
     settings = tomllib.loads(body.split("```toml\n")[1].split("```")[0])
     assert settings == tomllib.loads((out / "config.toml").read_text())
@@ -603,9 +603,9 @@ def test_the_model_card_says_how_the_model_was_made(folder, rows, tmp_path):
 def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folder, rows, tmp_path, varied):
     """Training, rollouts and reference log-probs, with shared prompts."""
     losses, drawn, graphs = [], [], []
-    for compiled in ("False", "True"):
+    for compiled in ("--no-compile", "--compile"):
         torch.compiler.reset()
-        flags = f"--steps 3 --sample-every 2 --sync-k 2 --reward {varied} --compile {compiled}"
+        flags = f"--steps 3 --sample-every 2 --sync-k 2 --reward {varied} {compiled}"
         run = train(folder("llama3"), rows, tmp_path / compiled, flags)
         losses.append([line["loss"] for line in metrics(run.out)])
         lines = (run.out / "rollouts.jsonl").read_text().splitlines()

@@ -3,10 +3,12 @@
 `pytest tests/test_plain.py -s` prints the largest difference of each case.
 """
 
+import dataclasses
 import importlib.util
 import json
 import random
 import re
+import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -278,3 +280,11 @@ def test_it_runs_alone_and_gains(monkeypatch, capsys):
     plain.main()
     before, after = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
     assert after > before + 0.1
+
+
+def test_every_setting_of_plain_py_is_read_and_it_starts_from_anywhere(tmp_path):
+    source = Path(plain.__file__).read_text()
+    assert [field.name for field in dataclasses.fields(plain.Settings) if f"config.{field.name}" not in source] == []
+    done = subprocess.run([sys.executable, plain.__file__, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "--sync-k" in done.stdout, done.stderr
+    assert (plain.DEMO / "rows.jsonl").is_absolute() and (plain.DEMO / "rows.jsonl").exists()

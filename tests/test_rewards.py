@@ -428,7 +428,7 @@ class Model(transformers.LlamaForSequenceClassification):
 @pytest.mark.parametrize("text", ["{model: x}", "[1]"])
 def test_arguments_of_a_reward_that_are_no_json_object_are_one_line(text):
     with pytest.raises(UserError, match="--reward-args.*JSON object"):
-        Config(reward_args=text)
+        load("exact", reward_args=text)
 
 
 def test_a_run_hands_its_arguments_to_the_reward_and_records_them(run, tmp_path):
@@ -491,8 +491,9 @@ def test_mathematics_that_is_not_installed_is_one_line(monkeypatch, tmp_path):
         load("math")
 
 
-def test_offline_training_loads_no_reward(run):
-    run("--steps 2 --reward missing.py:f")
+def test_offline_training_loads_no_reward(run, tmp_path):
+    (tmp_path / "fails.py").write_text("raise SystemExit\n")
+    run(f"--steps 2 --reward {tmp_path}/fails.py:f")
 
 
 @pytest.mark.parametrize("flag", ["--reward-seconds 0", "--reward-failed nan"])
