@@ -343,7 +343,7 @@ def test_what_any_sampler_returns_is_checked(run, tmp_path, value):
 def test_a_sampler_that_returns_no_function_is_one_line(run, tmp_path):
     path = tmp_path / "sampler.py"
     path.write_text("def draw(run):\n    lambda prompts, count, step, greedy: []\n")
-    with pytest.raises(UserError, match="draw: 'NoneType' .*; see configs/external.py for what it must return"):
+    with pytest.raises(UserError, match="draw: 'NoneType' .*; see the docstring of configs/external.py"):
         run(f"--sampler {path}:draw --sample-every 1")
 
 

@@ -175,7 +175,7 @@ def test_a_run_of_another_version_is_called_that(run, tiny, data_files, tmp_path
     assert f"{checkpoint}: written by another version of humanline.py" in complaint(flags, tmp_path, capsys)
     settings.write_text(settings.read_text().replace("Format 1", "Format 0"))
     flags = short_run(tiny, data_files["groups"], f"--out {out} --resume latest")
-    assert "its config.toml was not written by this version of humanline.py" in complaint(flags, tmp_path, capsys)
+    assert "config.toml there was not written by this version of humanline.py" in complaint(flags, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("flags, expected", [
