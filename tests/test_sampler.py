@@ -333,7 +333,8 @@ RETURNS = {
 @pytest.mark.parametrize("value", RETURNS)
 def test_what_any_sampler_returns_is_checked(run, tmp_path, value):
     path = tmp_path / "sampler.py"
-    path.write_text(f"import torch\nGOOD = {GOOD!r}\ndef draw(run):\n    return lambda prompts, count, step, greedy: {value}\n")
+    path.write_text(f"import torch\nGOOD = {GOOD!r}\ndef draw(run):\n"
+                    f"    return lambda prompts, count, step, greedy: {value}\n")
     with pytest.raises(UserError) as raised:
         run(f"--sampler {path}:draw --sample-every 1")
     said = str(raised.value)
