@@ -841,6 +841,8 @@ class Run:
         self.signals = note_signals(stack)
         require(config.model, "--model names nothing; give it a Hugging Face name or a folder")
         require(config.data, "--data names nothing; give it a file or a hub name")
+        require(not config.eval_every or config.eval_data,
+                f"--eval-every {config.eval_every} has nothing to measure on; add --eval-data ROWS")
         self.device = join_ranks()
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start torchrun")
         require(not config.taper or not config.sample_every or config.top_p == 1,
@@ -884,8 +886,8 @@ class Run:
         from_first_rank(lambda: lock(self.out, config, self.stack))
         if config.sampler != "generate":
             path, _, name = config.sampler.rpartition(":")
-            with explained(f"--sampler {config.sampler}", "see configs/external.py for what it must return"):
-                sampler.external = runpy.run_path(path)[name](self).__call__  # which None lacks
+            with explained(f"--sampler {config.sampler}", "see the docstring of configs/external.py"):
+                sampler.external = runpy.run_path(path)[name](self).__call__  # None has none
         first = 1
         if self.checkpoint:
             first += load_checkpoint(self.checkpoint, optimizer, reference)
@@ -1056,7 +1058,8 @@ def check_folder(out: Path, config: Config) -> None:
     require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
     for name in "config.toml", *LINES, "checkpoint":
         require(is_run or not (out / name).exists(),
-                f"--out {out}: its {name} was not written by this version of humanline.py; choose another")
+                f"--out {out}: {name} there was not written by this version of humanline.py; choose "
+                "another folder")
     require(config.resume is not None or not is_run,
             f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another")
 
@@ -1378,7 +1381,7 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     return row
 
 def find_answers(known: dict, where: str) -> tuple[list, list[float]]:
-    """A row's answers, texts or messages, with their rewards or labels. Of a group and a pair the group."""
+    """A row's answers, texts or messages, with their rewards or labels. A group counts before a pair."""
     answers, rewards = [], []
     if "completions" in known:
         answers = known["completions"]
@@ -1479,8 +1482,8 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
     if foreign:
         warn(f"{flag}: the tokens of {foreign} rows are not what this tokenizer makes of their text, which "
              "is taken instead, with an end; so their sampler is unknown")
-    limits = (f"a prompt must fit in {longest_prompt} tokens, with its completion in {longest}; the model "
-              f"has {sampler.longest}; see --max-length, --max-prompt-length and --max-new-tokens")
+    limits = (f"a prompt must fit in {longest_prompt} tokens, and with its completion in {longest} of the "
+              f"model's {sampler.longest}; see --max-length, --max-prompt-length and --max-new-tokens")
     require(groups, f"{flag}: no row is left: {limits}")
     if len(groups) < len(rows):
         warn(f"{flag}: dropped {len(rows) - len(groups)} rows as over-long: {limits}")
@@ -1699,7 +1702,7 @@ class Sampler:
         repeated = [group for group in prompts for _ in range(size)]
         calls = self.plan_calls(repeated)
         if self.external:
-            with explained(f"--sampler {self.config.sampler}", "configs/external.py says what is due"):
+            with explained(f"--sampler {self.config.sampler}", "see the docstring of configs/external.py"):
                 drawn = self.checked(self.external(prompts, size, step, greedy), len(repeated))
         else:
             drawn = self.draw(repeated, calls, step, greedy)
@@ -1733,8 +1736,8 @@ class Sampler:
         completions = []
         for ids, logps in drawn:
             whole = cut_at_stop([*ids, self.stops[0]], self.stops)[: self.config.max_new_tokens]
-            is_known = whole == ids and self.vocabulary.issuperset(ids)
-            if is_known and len(logps) == len(ids) and -math.inf < sum(logps) < 0.01:
+            is_whole = whole == ids and self.vocabulary.issuperset(ids)
+            if is_whole and len(logps) == len(ids) and -math.inf < sum(logps) < 0.01:
                 completions.append((ids, [round(value, 5) for value in logps]))
         if not len(completions) == len(drawn) == count:
             raise ValueError(f"{drawn!r:.80} is not {count} completions, each as token ids and log-probs")
@@ -2758,8 +2761,6 @@ def check_config(config: Config) -> None:
             "--group-size 1 leaves nothing to compare; use 2 or more")
     require(re.fullmatch(r"generate|.+\.py:\w+", config.sampler),
             f"--sampler {config.sampler}: write generate or FILE.py:function, say configs/external.py:vllm")
-    require(not config.eval_every or config.eval_data,
-            f"--eval-every {config.eval_every} has nothing to measure on; add --eval-data ROWS")
     require(config.resume != "latest" or config.out,
             "--resume latest looks in the run's folder; name it with --out")
 

@@ -17,10 +17,8 @@ from pathlib import Path
 def main(path: Path) -> None:
     pairs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for side in ("output", "against"):
-        outputs = [
-            {"instruction": pair["prompt"][-1]["content"], "output": pair[side], "generator": side, "dataset": path.stem}
-            for pair in pairs
-        ]
+        about = {"generator": side, "dataset": path.stem}
+        outputs = [{"instruction": pair["prompt"][-1]["content"], "output": pair[side], **about} for pair in pairs]
         to = path.with_name(f"{path.stem}-{side}.json")
         to.write_text(json.dumps(outputs, indent=2, ensure_ascii=False), encoding="utf-8")
 

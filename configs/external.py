@@ -117,7 +117,8 @@ class External:
             answer = self.process(ids, settings, count, seed, str(self.weights))
             lengths = [len(group) for group in answer] if isinstance(answer, list) else []
             if lengths != [count] * len(prompts):
-                raise RuntimeError(f"it returned {answer!r:.80}, not {count} completions for each of {len(prompts)} prompts")
+                due = f"{count} completions for each of {len(prompts)} prompts"
+                raise RuntimeError(f"it returned {answer!r:.80}, not {due}")
             return self.checked(list(itertools.chain(*answer)), sum(lengths))
 
         def attempt_twice() -> list:

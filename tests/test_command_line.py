@@ -152,8 +152,8 @@ BAD_FLAGS = [
     ("--out /dev/null/x", r"--out /dev/null/x: .*; choose another folder"),
     ("--template-values {enable_thinking:false}", r"--template-values: .*; write JSON, such as '\{\"enable_thi"),
     ("--template-values [1]", r"--template-values: .*; write JSON"),
-    ("--sample-every 1 --max-new-tokens 64", r"no row is left: .* with its completion in 64; the model has 64; .* --max-new-tokens"),
-    ("--max-length 30 --max-prompt-length 3", r"a prompt must fit in 3 tokens, with its completion in 30; the model has 64;"),
+    ("--sample-every 1 --max-new-tokens 64", r"no row is left: .* in 64 of the model's 64; .* --max-new-tokens"),
+    ("--max-length 30 --max-prompt-length 3", r"must fit in 3 tokens, and with its completion in 30 of the model's 64"),
     ("--shard", r"--shard needs several ranks; start torchrun"),
     ("--data x --data y", r"--data is there twice; write --data ONE OTHER"),
     ("--data=x --data=y", r"--data is there twice; write --data ONE OTHER"),
@@ -268,7 +268,7 @@ def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(tiny, data_f
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("lr = 1e-3  # mine\n")
     flags = f"--model {tiny} --data {data_files['groups']} --out {tmp_path / 'out'} {more}".split()
-    assert f"its {name} was not written by this version of humanline.py;" in complaint(flags, tmp_path, capsys)
+    assert f"{name} there was not written by this version of humanline.py;" in complaint(flags, tmp_path, capsys)
     assert (tmp_path / "out" / name).read_text() == "lr = 1e-3  # mine\n"
 
 

@@ -64,8 +64,8 @@ def test_log_probs_are_of_the_temperature_that_drew(tiny):
     sequences = random_batch("grpo").sequences
     for sequence, logps in zip(sequences, humanline.sequence_logps(policy, sequences, config)):
         logits = policy(torch.tensor([sequence.prompt + sequence.completion])).logits[0, :-1] / 0.7
-        start = len(sequence.prompt) - 1
-        expected = logits.log_softmax(-1)[range(start, len(sequence) - 1), sequence.completion]
+        last = len(logits) - len(sequence.completion)  # of the prompt
+        expected = logits[last:].log_softmax(-1)[range(len(sequence.completion)), sequence.completion]
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 

@@ -333,7 +333,8 @@ RETURNS = {
 @pytest.mark.parametrize("value", RETURNS)
 def test_what_any_sampler_returns_is_checked(run, tmp_path, value):
     path = tmp_path / "sampler.py"
-    path.write_text(f"import torch\nGOOD = {GOOD!r}\ndef draw(run):\n    return lambda prompts, count, step, greedy: {value}\n")
+    path.write_text(f"import torch\nGOOD = {GOOD!r}\ndef draw(run):\n"
+                    f"    return lambda prompts, count, step, greedy: {value}\n")
     with pytest.raises(UserError) as raised:
         run(f"--sampler {path}:draw --sample-every 1")
     said = str(raised.value)
@@ -343,7 +344,7 @@ def test_what_any_sampler_returns_is_checked(run, tmp_path, value):
 def test_a_sampler_that_returns_no_function_is_one_line(run, tmp_path):
     path = tmp_path / "sampler.py"
     path.write_text("def draw(run):\n    lambda prompts, count, step, greedy: []\n")
-    with pytest.raises(UserError, match="draw: 'NoneType' .*; see configs/external.py for what it must return"):
+    with pytest.raises(UserError, match="draw: 'NoneType' .*; see the docstring of configs/external.py"):
         run(f"--sampler {path}:draw --sample-every 1")
 
 
