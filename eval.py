@@ -542,7 +542,6 @@ def accuracy(flags: Accuracy) -> None:
     for i, (name, config) in enumerate(zip(flags.model, configs)):  # one model in memory at a time
         rows = read_rows(data, config)
         sampler = load(name, config)
-        sampler.check_rows(rows)
         prompts = encode(sampler, rows, offline=False)
         kinds = dict(sampled=draw(sampler, prompts, rows, flags.samples, 2 * i))
         if flags.greedy:
@@ -626,7 +625,6 @@ def show_completions(flags: Show) -> None:
             and any("answer" not in row.fields for row in rows)
         ):
             sampler.reward = None  # nothing to compare with
-        sampler.check_rows(rows)
         groups = encode(sampler, rows, offline=False)[: flags.prompts]
         drawn = draw(sampler, groups, rows, samples, stream, flags.greedy)
         prompts.append({group.row: as_text(rows[group.row].prompt) for group in drawn})
