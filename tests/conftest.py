@@ -125,7 +125,7 @@ def random_batch(loss: str, count: int = 8, seed: int = 0) -> Batch:
 def varied(tmp_path_factory) -> str:
     """A --reward that differs between most completions: a random model is never right, which teaches nothing."""
     path = tmp_path_factory.mktemp("rewards") / "rewards.py"
-    path.write_text("import zlib\n\n\ndef varied(prompts, completions, rows):\n"
+    path.write_text("import zlib\n\n\ndef varied(prompts, completions, rows, **_):\n"
                     "    return [zlib.crc32(text.encode()) % 7 / 7 for text in completions]\n")
     return f"{path}:varied"
 
