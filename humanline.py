@@ -1,35 +1,37 @@
-"""Humanline: DPO, KTO and GRPO with a reference that keeps up and a log-ratio seen the way people see it.
+"""Humanline: DPO, KTO and GRPO, plain and as humanline variants, in one file.
 
-All of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207) in one file. On a laptop:
+An implementation of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207). On a laptop:
 
-  python humanline.py                                      # aligns the tiny model of configs/demo
+  python humanline.py                                      # train the tiny model that ships in configs/demo
   python humanline.py --loss grpo --sync-k 12              # sync the reference every 12 steps
   python humanline.py --no-humanline --no-taper --prior 0  # the baseline: plain GRPO
-  python humanline.py --no-humanline --sample-every 1      # online: sampled from the policy at every step
-  python humanline.py --loss dpo                           # on the best and the worst of a prompt's samples
+  python humanline.py --no-humanline --sample-every 1      # online: draw new completions at every step
+  python humanline.py --loss dpo                           # pairs: the best and worst sample of each prompt
 
-On a model and data of your own (rows as in the README), on one GPU and on eight, and after an interruption:
+With your own model and data (the README shows the rows), on one GPU, on eight, and after an interruption:
 
   python humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --data pairs.jsonl --loss dpo --out runs/mine
   torchrun --nproc_per_node 8 humanline.py --config runs/mine/config.toml --lr 5e-7
   python humanline.py --config runs/mine/config.toml --out runs/mine --resume latest
 
-A *humanline variant* of a loss adds two things: the reference is set to the policy every k steps
-(**syncing**), and the token log-ratio is clipped before the loss sees it (**perception**). A **taper**, not
-in the paper, keeps off-policy data from breaking it. So a run is *plain*, *humanline*, or *humanline with
-taper*.
+A *humanline variant* of a loss makes two changes: every k steps the reference is set to the current policy
+(**syncing**), and the token log-ratios are clipped before they reach the loss (**perception**). The
+**taper**, which is not in the paper, keeps a run on off-policy data from collapsing. So a run is called
+*plain*, *humanline*, or *humanline with taper*.
 
-The order: configuration, perception, objectives, the loop: that is the method. Then what the loop calls: the
-run, models, data, rollouts, rewards, the reference, log-probs, ranks, checkpoints; last the command line.
+The file is meant to be read from top to bottom. Configuration, perception, objectives and the loop come
+first: they are the method. What the loop calls follows: the run's folder and logs, models, data, rollouts,
+rewards, the reference, log-probs, ranks and checkpoints, and finally the command line.
 
-Three policies: the **old policy** drew the present rollouts; the **reference** is what humanline's log-ratio
-is taken to, and the KL; the **sampler** is whatever produced a completion, the old policy or an unknown one.
+Three policies appear throughout. The **old policy** drew the current rollouts. The **reference** is what the
+log-ratio of humanline, and the KL, are measured against. The **sampler** is whatever model produced a
+completion: the old policy, or a model that we know nothing about.
 
 Left out on purpose: a value model, a second model in memory, tensor and pipeline parallelism, quantized
-weights, images, tools and turns within a rollout.
+weights, images, tools, and several turns within one rollout.
 """
 
-# For `uv run humanline.py`, as in requirements.txt:
+# For `uv run humanline.py`; the same as requirements.txt:
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
@@ -78,7 +80,7 @@ if __name__ == "__main__":  # Ctrl-C during the imports below prints no tracebac
 
 import torch
 import torch.distributed as dist
-# Imported after join_ranks its defaults would hold the ranks' group, and threads, for ever.
+# Imported here, because after join_ranks its default arguments would keep the process group alive for ever.
 import torch.distributed.nn
 import torch.nn.functional as F
 import psutil
@@ -91,124 +93,129 @@ from loky import ProcessPoolExecutor
 from tqdm import tqdm
 
 # ---------- Configuration -----------------------------------------------------------------------------------
-# Each field is a flag; the text after or below it is its help.
+# Each field is a command-line flag; the text beside or below it is its help.
 
 @dataclass
 class Config:
-    """Align a language model with DPO, KTO or GRPO: plain, as humanline variants, or these with a taper."""
+    """Align a language model with DPO, KTO or GRPO, plain or as a humanline variant."""
 
     loss: str = "grpo"  # The objective: grpo, dpo or kto.
-    model: str | None = None  # A Hugging Face name or folder. Without it, --data and --config: the demo.
+    model: str | None = None  # A Hugging Face model or a folder. Default: the demo's tiny model.
     data: tuple[str, ...] = ()
-    """Rows to train on: NAME[:[CONFIG:]SPLIT], of .jsonl, .json, .csv, .parquet, a folder, or a hub name."""
-    limit: int | None = None  # Read only this many rows of each source.
-    eval_data: str | None = None  # Held-out rows, for --eval-every.
+    """Training data, as NAME[:[CONFIG:]SPLIT]. NAME is a .jsonl, .json, .csv or .parquet file, a folder, or a
+    data set on the Hugging Face hub."""
+    limit: int | None = None  # Read at most this many rows from each source.
+    eval_data: str | None = None  # Held-out rows to measure on; see --eval-every.
     reward: str = "exact"
-    """The reward of a drawn completion. `exact`: 1 if it equals the row's `answer`; `math`: 1 if its final
-    answer equals that, or the \\boxed{} of the row's `solution`; `FILE.py:function`: your own
-    function(prompts, completions, rows) -> list of floats, where prompts are lists of messages, rows dicts;
-    say configs/model_reward.py:score, a reward model, or configs/rewards.py:math_recipe, a sum of several."""
+    """How sampled completions are rewarded. `exact`: 1 if the completion equals the row's `answer`. `math`: 1
+    if its final answer equals that, or the \\boxed{} of the row's `solution`. `FILE.py:function`: your own
+    function(prompts, completions, rows) -> list of floats, where prompts are lists of messages and rows are
+    dicts. configs/model_reward.py:score is a reward model, configs/rewards.py:math_recipe a weighted sum."""
     reward_args: str | None = None
-    """Further keyword arguments of your reward function, as a JSON object of names and values."""
+    """Extra keyword arguments for your reward function, as a JSON object."""
     reward_seconds: float = 10.0
-    """Time limit of a call, where the reward is `math` or your own. Where a call fails or takes longer, its
-    samples are rewarded one by one, each within the same limit, until three in a row have taken longer."""
-    reward_failed: float = 0.0  # What a reward function counts as where it raised, hung or gave no number.
-    system: str | None = None  # System message of prompts that have none (models with a chat template).
+    """Time limit for one call of `math` or of your own function. If a call fails or takes longer, its samples
+    are rewarded one at a time under the same limit, until three in a row have timed out."""
+    reward_failed: float = 0.0  # The reward of a sample whose reward function failed.
+    system: str | None = None  # System message for prompts that have none.
     prompt_template: str | None = None  # Text around each prompt; {prompt} and other {columns} are filled in.
     template_values: str | None = None
-    """What the chat template is to be told: a JSON object of names and values."""
+    """Extra variables for the chat template, as a JSON object."""
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
-    """mixed: fp32 weights, bf16 autocast; bfloat16: bf16 weights too. auto: mixed on a GPU, and on a CPU that
-    multiplies in bf16 for models from 20 M parameters on; else float32."""
-    attn: str | None = None  # Attention, such as sdpa or flash_attention_2. Default: the model's choice.
-    checkpoint_activations: bool = False  # Recompute activations in the backward pass: slower, less memory.
-    trust_remote_code: bool = False  # Allow code that comes with a model or tokenizer to run.
+    """mixed: fp32 weights with bf16 autocast. bfloat16: bf16 weights as well. auto: mixed on a GPU, and on a
+    CPU with bf16 instructions for models of 20 M parameters or more; float32 otherwise."""
+    attn: str | None = None  # Attention implementation, such as flash_attention_2. Default: the model's.
+    checkpoint_activations: bool = False  # Recompute activations in the backward pass to save memory.
+    trust_remote_code: bool = False  # Run code that comes with the model or tokenizer.
     lora: int = 0
-    """Train LoRA adapters of this rank, such as 16; the base is frozen, in bf16 unless --dtype float32 (pip
-    install peft). 0: train all weights. The adapters of a peft folder as --model are merged first."""
-    lora_alpha: int = 32  # What the adapters add is scaled by this number divided by their rank.
+    """Train LoRA adapters of this rank, such as 16 (needs peft). The base model is frozen, and kept in bf16
+    unless --dtype float32. 0: train all weights. Adapters that --model already has are merged first."""
+    lora_alpha: int = 32  # LoRA's alpha: the adapters' output is scaled by alpha / rank.
 
-    # What makes it humanline: two parts, switched together or one by one.
-    humanline: bool = True  # Sync, and perceive. --no-humanline: neither, whatever the next flags say.
-    sync_k: int = 1  # Set the reference to the policy every so many steps; 0: never.
-    perception: Literal["clip", "sample", "none"] = "clip"  # How the log-ratio is distorted before the loss.
-    log_eps_p: float = -1.5  # Lower end of the clip, in nats.
-    log_eps_r: float = 1.5  # Upper end of the clip, in nats.
-    gamma_p: float = 0.5  # Perception `sample`: B_P ~ Beta(gamma_p, beta_p) rejects tokens grown unlikely.
-    gamma_r: float = 0.01  # Perception `sample`: B_R ~ Beta(gamma_r, beta_r) rejects tokens grown likely.
+    # Humanline: two parts, which can be switched together or one by one.
+    humanline: bool = True  # Use syncing and perception. --no-humanline turns both off.
+    sync_k: int = 1  # Set the reference to the policy every k steps; 0: never.
+    perception: Literal["clip", "sample", "none"] = "clip"  # What is done to log-ratios before the loss.
+    log_eps_p: float = -1.5  # Lower bound of the clip, in nats.
+    log_eps_r: float = 1.5  # Upper bound of the clip, in nats.
+    gamma_p: float = 0.5  # Perception `sample`: tokens grown unlikely, Beta(gamma_p, beta_p).
+    gamma_r: float = 0.01  # Perception `sample`: tokens grown likely, Beta(gamma_r, beta_r).
     beta_p: float = 1.0  # See --gamma-p.
     beta_r: float = 1.0  # See --gamma-r.
 
-    # Against collapse on off-policy data: from other models, or old rollouts. Not in the paper.
+    # Not in the paper: against collapse on off-policy data (other models' completions, or old rollouts).
     taper: bool = False
-    """The gradient of worse completions (rejected, undesirable, negative advantage), and in pairs the chosen
-    one's, fades as their log-prob falls below the sampler's (if unknown, the initial policy's). Otherwise
-    each sync lets them be pushed down further, without limit. Their KL (--kl-beta) keeps its gradient."""
+    """Reduce the gradient of worse completions (rejected, undesirable, or with a negative advantage) as their
+    log-prob falls below the sampler's (the initial policy's, if the sampler is unknown). Without it, each
+    sync allows them to be pushed down further, without limit. In pairs, the chosen one is reduced as well."""
     prior: float = 0.0
-    """GRPO: count this many extra rollouts in each group, with the mean reward of all groups. So a group with
-    only correct answers still has a gradient that keeps them, against what other groups teach."""
+    """GRPO: compute advantages as if each group had this many extra rollouts with the mean reward of all
+    groups, so that a group with only correct answers still has a gradient."""
 
-    # The objectives' own knobs.
-    beta: float = 0.1  # DPO and KTO: how strongly the policy is held to the reference.
+    # Settings of the objectives.
+    beta: float = 0.1  # DPO and KTO: strength of the pull towards the reference.
     desirable_weight: float | None = None
-    """KTO: weight of desirable examples. Default: makes the total weights of both kinds equal."""
+    """KTO: weight of desirable examples. Default: such that both kinds have the same total weight."""
     undesirable_weight: float = 1.0  # KTO: weight of undesirable examples.
-    epsilon: float = 0.2  # GRPO: the ratio is clipped to [1 - epsilon, 1 + epsilon].
-    epsilon_high: float | None = None  # GRPO: the upper end is 1 + epsilon_high instead (DAPO takes 0.28).
-    scale_rewards: bool = True  # GRPO: divide advantages by their group's standard deviation (Dr. GRPO: not).
-    kl_beta: float = 0.0  # GRPO: weight of the KL to the reference; without humanline the initial policy.
+    epsilon: float = 0.2  # GRPO: clip the ratio to [1 - epsilon, 1 + epsilon].
+    epsilon_high: float | None = None  # GRPO: upper bound 1 + epsilon_high instead (DAPO: 0.28).
+    scale_rewards: bool = True  # GRPO: divide advantages by their group's standard deviation.
+    kl_beta: float = 0.0  # GRPO: weight of the KL to the reference (plain: the initial policy).
     average: Literal["token", "sequence", "constant"] = "token"
-    """GRPO: mean over all completion tokens of the batch; over each sequence's tokens first; or the sum over
-    each sequence's tokens divided by --max-new-tokens (Dr. GRPO)."""
+    """GRPO. token: mean over all completion tokens of the batch. sequence: mean over each sequence's tokens,
+    then over sequences. constant: each sequence's sum divided by --max-new-tokens (Dr. GRPO)."""
 
     # Where the completions come from.
     sample_every: int = 0
-    """0: train on the data's completions (offline). N: draw some every N steps for the next N (1: online)."""
+    """0: train on the completions in the data (offline). N: draw new completions every N steps and train
+    on them for N steps (1: online)."""
     group_size: int = 8  # Completions drawn per prompt.
-    temperature: float = 1.0  # T: samples, and log-probs of what was drawn, are of softmax(logits / T).
-    top_p: float = 1.0  # Nucleus sampling: keep the most likely tokens that together have this probability.
-    max_new_tokens: int = 512  # Longest completion drawn.
+    temperature: float = 1.0  # Sampling temperature; log-probs of rollouts are computed at the same.
+    top_p: float = 1.0  # Nucleus sampling.
+    max_new_tokens: int = 512  # Maximum length of a sampled completion.
     sample_tokens: int = 65536
-    """Most (prompt + new tokens) x sequences in a call of `generate`; lower it if memory runs out there."""
+    """Token budget for one call to `generate`: sequences x (prompt + new tokens). Lower it to save memory."""
     sampler: str = "generate"
-    """What draws: the model's own `generate`; or `FILE.py:function`, such as configs/external.py:vllm, an
-    engine on other GPUs, and configs/external.py:servers, on other machines."""
+    """What draws completions: the model's own `generate`, or `FILE.py:function`, such as
+    configs/external.py:vllm (vLLM on other GPUs) and configs/external.py:servers (servers elsewhere)."""
 
     # The loop.
     steps: int | None = None  # Optimizer steps. Default: one pass over the data.
     batch_size: int | None = None
-    """Per step, over all ranks: groups (GRPO), pairs (DPO) or examples (KTO). Default: 32; KTO 64."""
-    lr: float | None = None  # AdamW's, after warmup. Default: 1e-6; with --lora 1e-5.
-    warmup: float = 0.1  # Fraction of the steps over which the learning rate rises; then it is constant.
-    weight_decay: float = 0.0  # AdamW's decoupled weight decay.
-    adam_eps: float = 1e-8  # AdamW's epsilon. The authors' scripts use 1e-5.
-    max_grad_norm: float = 1.0  # The gradient is scaled down to this norm where it is longer.
+    """Groups (GRPO), pairs (DPO) or examples (KTO) per step, over all ranks. Default: 32, for KTO 64."""
+    lr: float | None = None  # Peak learning rate of AdamW. Default: 1e-6, or 1e-5 with --lora.
+    warmup: float = 0.1  # Fraction of steps of linear warmup; the learning rate is constant afterwards.
+    weight_decay: float = 0.0  # Weight decay of AdamW.
+    adam_eps: float = 1e-8  # Epsilon of AdamW. The authors' scripts use 1e-5.
+    max_grad_norm: float = 1.0  # Clip the norm of the gradient to this value.
     max_length: int | None = None
-    """Longest prompt + completion, in tokens; longer examples are dropped; online, prompts that
-    --max-new-tokens more would make longer. Default: the model's positions."""
-    max_prompt_length: int | None = None  # Longest prompt, in tokens; rows with longer ones are dropped.
+    """Maximum length of prompt + completion in tokens; longer examples are dropped (online: prompts that
+    leave no room for --max-new-tokens). Default: the maximum of the model."""
+    max_prompt_length: int | None = None  # Maximum length of a prompt in tokens; longer ones are dropped.
     microbatch_tokens: int = 16384
-    """Tokens, with padding, per forward and backward; lower it if memory runs out. Changes no result."""
+    """Token budget for one forward and backward pass, padding included. Lower it if memory runs out: it does
+    not change the result."""
     compile: bool = torch.cuda.is_available()  # Compile the layers with torch.compile. Default: on a GPU.
     shard: bool = False
-    """Shard weights, gradients and moments over the ranks (FSDP2). While it draws, each has all weights."""
-    seed: int = 0  # All randomness follows from this and the step; draws also from the number of ranks.
+    """Shard weights, gradients and optimizer state over the ranks (FSDP2). While sampling, each rank holds
+    the whole model."""
+    seed: int = 0  # Seed of all randomness. Sampling also depends on the number of ranks.
 
-    # What is written, and when.
-    out: str | None = None  # The run's folder. Default: a new one under runs/.
-    save_every: int = 64  # Write a checkpoint every this many steps; 0: none but the final model.
-    keep: int = 2  # Checkpoints kept.
+    # Output.
+    out: str | None = None  # Folder of the run. Default: a new one under runs/.
+    save_every: int = 64  # Write a checkpoint every N steps; 0: only the final model.
+    keep: int = 2  # Number of checkpoints to keep.
     resume: str | None = None
-    """`latest`: go on from the newest whole checkpoint of --out, or afresh if there is none. Or a path."""
-    eval_every: int = 0  # Measure every so many steps; 0: before and after.
+    """`latest`: continue from the newest undamaged checkpoint of --out, or start afresh if there is none.
+    Or the path of a checkpoint."""
+    eval_every: int = 0  # Measure every N steps; 0: only before and after training.
     eval_prompts: int = 500  # Held-out prompts per evaluation.
     eval_samples: int = 2  # Completions drawn per held-out prompt.
-    track: str | None = None  # Send the metrics to wandb, or a module with its functions, such as trackio.
-    config: str | None = None  # A .toml file of these settings; flags override it.
+    track: str | None = None  # Log to wandb, or to a module with the same functions, such as trackio.
+    config: str | None = None  # A .toml file with these settings; flags override it.
 
     def __post_init__(self):
-        """Settle the defaults that depend on other settings, check them all, and say what they ask for."""
+        """Resolve defaults that depend on other settings, check all values, and derive what they imply."""
         default = {field.name: field.default for field in dataclasses.fields(self)}
         self.given = {name: value for name, value in vars(self).items() if value != default[name]}  # was set
         require(self.loss in LOSSES, f"--loss {self.loss}: {suggest(self.loss, LOSSES)}")
@@ -222,17 +229,17 @@ class Config:
             self.batch_size = loss.batch_size
         self.out = self.out and os.path.expanduser(self.out)
         check_config(self)
-        # Online, a plain loss takes its log-ratio to the old policy, and only its KL to the reference.
+        # Online, a plain loss compares the policy with the old policy; only its KL is to the reference.
         self.ratio_to_old = loss.needs_reference and self.sample_every > 0 and self.sync_k == 0
         self.needs_reference = loss.needs_reference and (not self.ratio_to_old or self.kl_beta > 0)
-        # T of softmax(logits / T): the sampling temperature for rollouts, 1 for the data's completions.
+        # T in softmax(logits / T): the sampling temperature for rollouts, 1 for the completions in the data.
         self.logits_temperature = self.temperature if self.sample_every else 1.0
         self.draws_outside = self.sample_every > 0 and self.sampler != "generate"
-        # What depends on the model; load_policy settles it.
-        self.is_mixed = False  # whether weights are fp32 and products bf16
+        # These two depend on the model; load_policy sets them.
+        self.is_mixed = False  # whether weights are fp32 and matrix products bf16
         self.shares_prompts = False  # whether a row of the forward pass may hold several completions
 
-RANGES = {  # the least and the largest value of settings
+RANGES = {  # smallest and largest value of settings
     (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high prior lora",
     (1, 1e12): "max_new_tokens sample_tokens steps max_length max_prompt_length microbatch_tokens keep "
                "batch_size group_size eval_prompts eval_samples limit lora_alpha",
@@ -245,9 +252,9 @@ RANGES = {  # the least and the largest value of settings
 }
 
 # ---------- Perception --------------------------------------------------------------------------------------
-# How the token log-ratio d_t = log π_θ(y_t | x, y_<t) - log π_ref(y_t | x, y_<t) looks to a person.
+# How a person perceives the token log-ratio d_t = log π_θ(y_t | x, y_<t) - log π_ref(y_t | x, y_<t).
 #
-# Pure functions of tensors, to be pasted elsewhere. (N, T) tensors hold exact zeros at masked positions.
+# Pure functions of tensors, which can be pasted elsewhere. (N, T) tensors are exactly zero where masked.
 
 def humanline_clip(log_ratio: Tensor, log_eps_p: float = -1.5, log_eps_r: float = 1.5) -> Tensor:
     """Humanline clipping of (N, T) token log-ratios d: clamp(d, log ε_P, log ε_R), in nats. Outside the
@@ -261,21 +268,21 @@ def humanline_clip(log_ratio: Tensor, log_eps_p: float = -1.5, log_eps_r: float 
 def humanline_verdicts(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamma_r: float = 0.01,
                        beta_p: float = 1.0, beta_r: float = 1.0,
                        generator: torch.Generator | None = None) -> Tensor:
-    """What humanline sampling decides for each token (Definition 4.2): -1 rejects it because it has become
-    too unlikely, 1 because it has become too likely, 0 keeps it. (N, T) int8; see `humanline_sample`."""
+    """The decision of humanline sampling for each token (Definition 4.2): -1 rejects it as too unlikely, 1
+    rejects it as too likely, 0 keeps it. Returns (N, T) int8; see `humanline_sample`."""
     verdicts = torch.zeros_like(mask, dtype=torch.int8)
     if not mask.any():
         return verdicts
     d = log_ratio.detach().double()
 
     def draw_log_beta(gamma: float, beta: float) -> Tensor:
-        # torch.distributions takes no generator: a Beta is the first coordinate of this Dirichlet.
+        # torch.distributions takes no generator; a Beta is the first coordinate of this Dirichlet.
         shape = torch.tensor([gamma, beta], dtype=torch.float64).expand(*d.shape, 2)
         return torch._sample_dirichlet(shape, generator)[..., 0].to(d.device).log()
 
     log_b_p = draw_log_beta(gamma_p, beta_p)
     log_b_r = draw_log_beta(gamma_r, beta_r)
-    # exp(d) < M_P B_P and exp(-d) < M_R B_R, in logs, so that large ratios do not overflow.
+    # exp(d) < M_P B_P and exp(-d) < M_R B_R, in log space so that large ratios do not overflow.
     completion_d = d[mask.bool()]
     is_likely = -d < (-completion_d).max() + log_b_r
     is_unlikely = d < completion_d.max() + log_b_p
@@ -290,20 +297,20 @@ def humanline_sample(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamm
 
     Draw B_P ~ Beta(γ_P, β_P) and B_R ~ Beta(γ_R, β_R) for each token, and reject it if exp(d) < M_P B_P or
     exp(-d) < M_R B_R, where M_P and M_R are the largest exp(d) and exp(-d) among the batch's completion
-    tokens. A rejected token keeps its value and passes no gradient. As the Betas concentrate on their means
-    m_P and m_R, this becomes clipping to [log(M_P m_P), -log(M_R m_R)] (Theorem 4.3), as far as gradients go.
-    Paste with `humanline_verdicts`.
+    tokens. A rejected token keeps its value but passes no gradient. As the Betas concentrate on their means
+    m_P and m_R, the gradient becomes that of clipping to [log(M_P m_P), -log(M_R m_R)] (Theorem 4.3). To use
+    it elsewhere, copy `humanline_verdicts` as well.
 
     Args:
-        log_ratio: (N, T) token log-ratios, in nats, which come back with the same values.
+        log_ratio: (N, T) token log-ratios, in nats; they are returned with the same values.
         mask: (N, T), true or 1 at completion tokens.
-        generator: source of the draws; torch's global one if None.
+        generator: random number generator; None uses torch's global one.
     """
     verdicts = humanline_verdicts(log_ratio, mask, gamma_p, gamma_r, beta_p, beta_r, generator)
     return torch.where(verdicts != 0, log_ratio.detach(), log_ratio)
 
 # ---------- Objectives --------------------------------------------------------------------------------------
-# What each loss makes of the perceived log-ratio. No averaging here: the loop divides by global counts.
+# From perceived log-ratios to losses. Nothing is averaged here: the loop divides by global counts.
 
 def dpo_loss(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, beta: float = 0.1) -> Tensor:
     """-log σ(β (Σ_t d̃ʷ_t - Σ_t d̃ˡ_t)) (Rafailov et al. 2023, eq. 7): (N,) losses, one per pair, of (N, T)
@@ -322,27 +329,27 @@ def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: flo
     Args:
         log_ratio: (N, T) token log-ratios in nats, zero at masked positions.
         desirable: (N,) booleans.
-        kl: z₀ >= 0, the reference point: one number for the whole batch, in nats; no gradient flows into it.
+        kl: z₀ >= 0, the reference point, in nats: one number for the whole batch. It is detached.
         desirable_weight, undesirable_weight: λ_D and λ_U, one number or (N,).
     """
     if isinstance(kl, Tensor):
         kl = kl.detach()
     gain = beta * (log_ratio.sum(-1) - kl)
     is_desirable = desirable.bool()
-    # 1 - σ(x) = σ(-x), which keeps its precision where σ(x) is close to 1.
+    # 1 - σ(x) = σ(-x), which stays precise when σ(x) is close to 1.
     loss = torch.sigmoid(torch.where(is_desirable, -gain, gain))
     return torch.where(is_desirable, desirable_weight * loss, undesirable_weight * loss)
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scale: bool = True,
                      prior: float = 0.0, prior_mean: float = 0.0) -> Tensor:
     """A_i = (r_i - mean) / (std + eps) within each group, population standard deviation (Shao et al. 2024).
-    Returns (N,) advantages; without a prior, 0 for a group without a difference.
+    Returns (N,) advantages; without a prior they are 0 in a group whose rewards are all equal.
 
     Args:
         rewards: (N,) floats.
         group_ids: (N,) integers; equal ids form a group, in any order.
-        scale: False leaves the division out (Dr. GRPO, Liu et al. 2025).
-        prior, prior_mean: mean and std are those of the group and `prior` more rollouts with this reward.
+        scale: False omits the division (Dr. GRPO, Liu et al. 2025).
+        prior, prior_mean: mean and std include `prior` additional rollouts whose reward is prior_mean.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 7.0, 7.0]), torch.tensor([3, 3, 5, 5]))
     tensor([ 0.9804, -0.9804,  0.0000,  0.0000])
@@ -362,15 +369,16 @@ def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor
               kl_beta: float = 0.0, epsilon_high: float | None = None) -> Tensor:
     """-min(A r_t, A clip(r_t, 1-ε, 1+ε)) + β_KL (exp(-d_t) + d_t - 1), where r_t = exp(d̃_t).
 
-    Shao et al. 2024, eq. 3: there d̃ is taken to the old policy and d to the initial one. With humanline both
-    are taken to the synced reference, and the ratio is clipped twice: upstream as d̃, and here. Returns
-    (N, T) token losses, with -A at masked positions: multiply by the mask. Paste with `token_kl`.
+    Shao et al. 2024, eq. 3, where d̃ is measured against the old policy and d against the initial one. With
+    humanline both are measured against the synced reference, and the ratio is clipped twice: upstream, as d̃,
+    and here. Returns (N, T) token losses, which are -A at masked positions: multiply by the mask. To use it
+    elsewhere, copy `token_kl` as well.
 
     Args:
         log_ratio: (N, T) raw token log-ratios d to the reference, in nats.
         perceived_log_ratio: (N, T) token log-ratios d̃ after perception.
         advantages: (N,).
-        epsilon_high: the clip's upper end is 1 + ε_high (Yu et al. 2025, DAPO, eq. 8); None: ε.
+        epsilon_high: the upper bound is 1 + ε_high (Yu et al. 2025, DAPO, eq. 8); None: ε.
     """
     ratio = perceived_log_ratio.exp()
     advantages = advantages.unsqueeze(-1)
@@ -382,30 +390,31 @@ def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor
     return loss
 
 def token_kl(log_ratio: Tensor) -> Tensor:
-    """exp(-d) + d - 1 >= 0, whose mean over samples is KL(π_θ || π_ref), in nats (Schulman 2020, k3)."""
+    """exp(-d) + d - 1 >= 0, an unbiased estimate of KL(π_θ || π_ref) in nats (Schulman 2020, k3)."""
     return torch.expm1(-log_ratio) + log_ratio
 
 def taper_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: Tensor, is_worse: Tensor,
                  mean_surprisal: float, in_pairs: bool = False) -> Tensor:
-    """Ours, not the paper's: max(0, 1 - rise / budget) for each worse completion, 1 for the others. It scales
-    the gradient of the log-ratio before any loss sees it.
+    """max(0, 1 - rise / budget) for each worse completion and 1 for the others. Not in the paper. The weight
+    scales the gradient of the log-ratio before it reaches the loss.
 
-    rise: how far the policy's surprisal exceeds that of the sampler μ, Σ_t (log μ - log π_θ). budget: the
-    surprisal under μ, -Σ_t log μ, or that of an average completion of its length if this is less, but at
-    least 1 nat. So a completion that surprises the policy twice as much as its sampler is let go: online it
-    would hardly be drawn. TOPR's weight, min(1, π_θ / μ) (Le Roux et al. 2025), lets a long one go at once.
+    rise is how much more surprising the completion is to the policy than to its sampler μ: Σ_t (log μ -
+    log π_θ). budget is its surprisal under μ, -Σ_t log μ, or that of an average completion of the same length
+    if that is less, but at least 1 nat. So a completion stops being pushed down once it is twice as
+    surprising to the policy as to its sampler: an online run would hardly draw it any more. TOPR's weight,
+    min(1, π_θ / μ) (Le Roux et al. 2025), vanishes after a few nats, however long the completion is.
 
-    In a pair, as the rejected one's weight w fades, the chosen one's goes to w + (1 - w) / budget: alone it
-    would pull the policy to one text, which helps only where there is no other right one (1 nat). Returns
-    (N, 1) weights from 0 to 1.
+    In a pair, as the weight w of the rejected completion falls, that of the chosen one becomes
+    w + (1 - w) / budget: trained on alone, it would pull the policy towards one text, which helps only if no
+    other answer is right (1 nat). Returns (N, 1) weights from 0 to 1.
 
     Args:
-        log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions; passes no gradient.
+        log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions. It is detached.
         sampler_logps: (N, T) log μ, zero at masked positions.
         mask: (N, T) booleans, True at completion tokens.
         is_worse: (N,) booleans: rejected, undesirable, or with a negative advantage.
-        mean_surprisal: mean of -log μ over the batch's tokens, in nats: an estimate of μ's entropy.
-        in_pairs: whether the rows are chosen, rejected, chosen, rejected, …
+        mean_surprisal: mean of -log μ over the tokens of the batch, in nats: an estimate of the entropy of μ.
+        in_pairs: whether rows alternate between chosen and rejected.
     """
     rise = -log_ratio_to_sampler.detach().sum(-1, keepdim=True)
     surprisal = -sampler_logps.sum(-1, keepdim=True)
@@ -418,25 +427,25 @@ def taper_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: Tens
         weight[0::2] = rejected + (1 - rejected) / budget[0::2]
     return weight
 
-# What a loss trains on: a group becomes units of sequences, and a unit is what --batch-size counts.
+# What a loss trains on. Each group is turned into units of sequences; --batch-size counts units.
 
 @dataclass
 class Group:
-    """A prompt and its completions with their rewards, as token ids: of the data, or drawn (rollouts)."""
+    """A prompt and its completions as token ids, with their rewards, from the data or drawn (rollouts)."""
 
-    row: int  # the index of its row in the data
+    row: int  # index of its row in the data
     prompt: list[int]
     completions: list[list[int]]
     rewards: list[float]
-    labelled: bool = False  # rewards are labels (1 desirable, 0 not), not to be compared with each other
+    labelled: bool = False  # rewards are labels (1 desirable, 0 undesirable), and are not compared
     failed: list[bool] = field(default_factory=list)  # whether the reward failed
-    logps: list[list[float]] = field(default_factory=list)  # log μ of each token, where known
-    sequences: list["Sequence"] = field(default_factory=list)  # its completions; see `make_units`
-    units: list[list["Sequence"]] = field(default_factory=list)  # what the loss makes of them
+    logps: list[list[float]] = field(default_factory=list)  # log μ of each token, if known
+    sequences: list["Sequence"] = field(default_factory=list)  # made of the completions by `make_units`
+    units: list[list["Sequence"]] = field(default_factory=list)  # what the loss makes of the sequences
 
 @dataclass
 class Sequence:
-    """A prompt with one completion, and what the losses must know about it."""
+    """A prompt with one completion, and what the losses need to know about it."""
 
     prompt: list[int]
     completion: list[int]
@@ -444,18 +453,18 @@ class Sequence:
     is_chosen: bool = False  # its advantage is positive; or it is labelled desirable
     kto_weight: float = 1.0  # λ_D or λ_U
     ref_logps: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t)
-    old_logps: Tensor | None = None  # the same of the old policy; None: it is the policy
-    sampler_logps: Tensor | None = None  # the same of whatever produced the completion; None: unknown
+    old_logps: Tensor | None = None  # (len(completion),) of the old policy; None: it is the policy itself
+    sampler_logps: Tensor | None = None  # (len(completion),) of the sampler; None: unknown
     verdicts: Tensor | None = None  # (len(completion),) of --perception sample, see `humanline_verdicts`
-    is_idle: bool = False  # has no gradient, and is left out
+    is_idle: bool = False  # it has no gradient, and is skipped
 
-Packed = list[Sequence]  # sequences with one prompt, which share a row of the forward pass; see `log_probs`
+Packed = list[Sequence]  # sequences with the same prompt in one row of the forward pass; see `log_probs`
 
 @dataclass
 class Microbatch:
-    """The record of a step: N sequences that go through the policy together, and all that a loss can ask of
-    them, filled in from top to bottom. Pairs lie as chosen, rejected, chosen, … An (N, T) tensor holds a
-    completion in each row, from the left, and zeros behind its end. Log-probs are in nats."""
+    """The record of a step: N sequences that go through the policy together, and every quantity that a loss
+    may use, filled in from top to bottom. In pairs, chosen and rejected alternate. Each row of an (N, T)
+    tensor is a completion, aligned to the left and followed by zeros. Log-probs are in nats."""
 
     # Known before the forward pass.
     packed: list[Packed]
@@ -463,29 +472,29 @@ class Microbatch:
     advantages: Tensor  # (N,)
     is_chosen: Tensor  # (N,) booleans: the advantage is positive; or chosen, or desirable
     kto_weights: Tensor  # (N,) λ_D or λ_U
-    ref_logps: Tensor | None  # (N, T) log π_ref, if anything asks for it
+    ref_logps: Tensor | None  # (N, T) log π_ref, if needed
     old_logps: Tensor | None  # (N, T) log π_old; None: the old policy is the policy itself
     sampler_logps: Tensor | None  # (N, T) log μ; None: unknown
     verdicts: Tensor | None  # (N, T) of --perception sample
     step: int  # the optimizer step, from 1
-    mean_surprisal: float = 0.0  # mean of -log μ over the batch's tokens, where it is known
-    z0: Tensor | None = None  # () KTO's reference point
-    share: float = 1.0  # 0: another rank's work, repeated only to keep in step with it
+    mean_surprisal: float = 0.0  # mean of -log μ over the tokens of the batch, if known
+    z0: Tensor | None = None  # () the reference point of KTO
+    share: float = 1.0  # 0: a copy of another microbatch, computed only to keep pace with other ranks
 
     # Computed in the step, in this order.
     logps: Tensor | None = None  # (N, T) log π_θ
-    d: Tensor | None = None  # (N, T) log π_θ - log π_ref, if anything asks for it
-    log_ratio: Tensor | None = None  # (N, T) what is perceived: d; plain and online log π_θ - log π_old
-    taper: Tensor | None = None  # (N, 1) how much of the log-ratio's gradient is left, with --taper
+    d: Tensor | None = None  # (N, T) log π_θ - log π_ref, if needed
+    log_ratio: Tensor | None = None  # (N, T) what is perceived: d, or if plain and online log π_θ - log π_old
+    taper: Tensor | None = None  # (N, 1) factor on the gradient of the log-ratio, with --taper
     perceived: Tensor | None = None  # (N, T) d̃
-    is_low: Tensor | None = None  # (N, T) booleans: too low a log-ratio, whose gradient perception stops
-    is_high: Tensor | None = None  # the same for too high ones
+    is_low: Tensor | None = None  # (N, T) booleans: the log-ratio is too low, and passes no gradient
+    is_high: Tensor | None = None  # (N, T) booleans: it is too high, and passes no gradient
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """To be logged, by name: values, and where they count, both (N, T) or (N,). The step logs the mean, or
-    for a name that ends in `_max` the largest value. A loss may add its own."""
+    """What to log, by name: values and a mask, both (N, T) or (N,). The step logs the mean under the mask, or
+    the maximum if the name ends in `_max`. A loss may add its own."""
 
 def best_against_worst(group: Group) -> list[list[Sequence]]:
-    """DPO: the best and the worst completion are a pair; none if all rewards are equal."""
+    """DPO: the best and the worst completion form a pair, unless all rewards are equal."""
     best = group.rewards.index(max(group.rewards))
     worst = group.rewards.index(min(group.rewards))
     if group.rewards[best] == group.rewards[worst]:
@@ -493,8 +502,8 @@ def best_against_worst(group: Group) -> list[list[Sequence]]:
     return [[group.sequences[best], group.sequences[worst]]]
 
 def above_and_below_mean(group: Group) -> list[list[Sequence]]:
-    """KTO: each completion is an example, desirable above the group's mean or if labelled so; none if all are
-    equal."""
+    """KTO: each completion is an example, which is desirable if its label says so or its reward is above the
+    group's mean. A group whose rewards are all equal gives none."""
     if group.labelled:
         group.sequences[0].is_chosen = group.rewards[0] > 0.5
     elif max(group.rewards) == min(group.rewards):
@@ -505,7 +514,7 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
     """λ_D and λ_U. By default λ_D n_D = λ_U n_U (Ethayarajh et al. 2024, section 4.2)."""
     desirable = sum(sequence.is_chosen for sequence in sequences)
     balanced = config.undesirable_weight * (len(sequences) - desirable) / max(1, desirable)
-    if balanced == 0:  # all are desirable
+    if balanced == 0:  # all examples are desirable
         balanced = 1.0
     for sequence in sequences:
         sequence.kto_weight = config.undesirable_weight
@@ -521,7 +530,7 @@ def compute_kto(x: Microbatch, config: Config) -> Tensor:
     return kto_loss(x.perceived, x.is_chosen, x.z0, config.beta, x.kto_weights, x.kto_weights)
 
 def log_implicit_rewards(x: Microbatch, config: Config) -> None:
-    """β Σ_t d̃_t of the chosen and of the rejected; the step logs the difference of their means."""
+    """Record β Σ_t d̃_t of chosen and rejected completions; the step logs the difference of their means."""
     reward = config.beta * x.perceived.detach().sum(-1)
     x.metrics["reward_chosen"] = reward, x.is_chosen
     x.metrics["reward_rejected"] = reward, ~x.is_chosen
@@ -536,21 +545,21 @@ def compute_grpo(x: Microbatch, config: Config) -> Tensor:
 
 @dataclass(frozen=True)
 class Loss:
-    """All that the program knows of a loss. Another one is another entry of LOSSES, and nothing else.
+    """Everything that the program knows about a loss. To add a loss, add an entry to LOSSES.
 
-    compute(x, config) gets the record of the step, and returns (N, T) token losses, which --average turns
-    into a mean, or one loss for each pair or example. Either way the mean is over the global batch."""
+    compute(x, config) takes the record of the step and returns either (N, T) token losses, which are averaged
+    as --average says, or one loss per pair or example. The mean is always over the global batch."""
 
     compute: Callable[[Microbatch, Config], Tensor]
     make_units: Callable[[Group], list[list[Sequence]]]
-    unit: Literal["group", "pair", "example"]  # what --batch-size counts; a pair lies as chosen, rejected
-    settings: str = ""  # names of the fields of Config that this loss reads and some others do not
-    batch_size: int = 32  # the default of --batch-size
-    set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None  # of all data
-    needs_reference: bool = True  # reads x.d or x.perceived; without it there is nothing to sync or perceive
-    needs_mismatched: bool = False  # reads x.z0, made of each prompt with the completion of another prompt
-    needs_sampler: bool = False  # reads x.sampler_logps; the initial policy's where they are unknown
-    needs_all: bool = False  # has a gradient for completions with an advantage of 0, too
+    unit: Literal["group", "pair", "example"]  # what --batch-size counts
+    settings: str = ""  # fields of Config that this loss reads but some other losses do not
+    batch_size: int = 32  # default of --batch-size
+    set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None  # λ of KTO
+    needs_reference: bool = True  # reads x.d or x.perceived; if False, there is nothing to sync or perceive
+    needs_mismatched: bool = False  # reads x.z0, from prompts with the completion of another prompt
+    needs_sampler: bool = False  # reads x.sampler_logps; if unknown, they are the initial policy's
+    needs_all: bool = False  # also has a gradient where the advantage is 0
 
 LOSSES = {
     "grpo": Loss(
@@ -574,9 +583,9 @@ LOSSES = {
 # ---------- The loop ----------------------------------------------------------------------------------------
 
 def train(config: Config) -> "Run":
-    """Train a model as `config` says, from the rows on disk to the final folder."""
+    """Train a model as described by `config`, from the rows on disk to the final folder."""
     with contextlib.ExitStack() as stack:
-        run = Run(config, stack)  # the folder, its lock and its logs; signals; ranks
+        run = Run(config, stack)  # the run's folder, logs, signals and ranks
         rows = [row for source in config.data for row in read_rows(source, config, "--data")]
         run.check_rows(rows)
         policy, tokenizer = load_policy(config, run.device)
@@ -587,7 +596,7 @@ def train(config: Config) -> "Run":
         reference = Reference(policy, batches, config)
         score_by_sampler(policy, batches, config)
         warmup = math.ceil(config.warmup * batches.steps)
-        run.begin(sampler, batches, optimizer, reference)  # checks what is left, and resumes
+        run.begin(sampler, batches, optimizer, reference)  # makes the folder, and resumes
 
         for step in run.steps:
             started = time.perf_counter()
@@ -595,7 +604,7 @@ def train(config: Config) -> "Run":
             if step == 1:
                 reference.sync(0)  # the first reference is the initial policy
 
-            # Rollouts for the next steps, with rewards. The policy as it is now is their old policy.
+            # Draw and reward rollouts for the next steps. The current policy is their old policy.
             if config.sample_every and step > batches.made_until:
                 last = min(step + config.sample_every - 1, batches.steps)
                 prompts = batches.of_steps(step, last)
@@ -603,21 +612,21 @@ def train(config: Config) -> "Run":
                 batches.make(last, rollouts)
                 report["sample_seconds"] = time.perf_counter() - started
                 report |= run.keep_rollouts("rollouts.jsonl", rollouts, rows, step)
-                if config.ratio_to_old and last > step:  # for one step the old policy is the policy itself
+                if config.ratio_to_old and last > step:  # for one step they are equal
                     attach_logps("old_logps", policy, batches.pending, config)
 
-            # Forward, perceive, loss, backward, a microbatch at a time: right below.
+            # Forward, perceive, loss, backward, one microbatch at a time: the next function.
             batch = batches.next(step)
             reference.score(batch)
             report |= forward_backward(policy, batch, config)
 
-            # Clip the gradient's norm, sync, step, in this order: a sync takes the policy before its update.
+            # Clip the gradient's norm, sync, step, in this order: a sync copies the policy before its update.
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
             report["grad_norm"] = float(norm.full_tensor() if config.shard else norm)
             if not math.isfinite(report["loss"] + report["grad_norm"]):
                 raise FloatingPointError(
-                    f"step {step}: loss {report['loss']}, gradient norm {report['grad_norm']}; what was "
-                    f"saved before is in {run.out / 'checkpoint'} (see --save-every)")
+                    f"step {step}: loss {report['loss']}, gradient norm {report['grad_norm']}; earlier "
+                    f"checkpoints are in {run.out / 'checkpoint'} (see --save-every)")
             if config.sync_k and step % config.sync_k == 0:
                 reference.sync(step)
             report["lr"] = config.lr * min(1, step / max(1, warmup))
@@ -640,10 +649,10 @@ def train(config: Config) -> "Run":
     return run
 
 def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str, float]:
-    """Add the gradient of the batch's mean loss to the parameters' .grad; returns what the step logs. All
-    means are over the global batch, so that microbatches and ranks change nothing."""
+    """Add the gradient of the batch's mean loss to the .grad of the parameters; returns what the step logs.
+    All means are over the global batch, so the result does not depend on microbatches or ranks."""
     loss = LOSSES[config.loss]
-    totals = {}  # of each metric, for `describe_step`
+    totals = {}  # of each metric; see `add_metrics`
     total_loss = torch.zeros((), device=policy.device)
     z0 = None
     if config.perception == "sample":
@@ -652,11 +661,11 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         z0 = kto_reference_point(policy, batch, config)
 
     active = [sequence for sequence in batch.sequences if not sequence.is_idle]
-    for x in microbatches(policy, active, config, batch.step, z0):  # of this rank
+    for x in microbatches(policy, active, config, batch.step, z0):  # those of this rank
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
             x.logps = log_probs(policy, x.packed, config.logits_temperature)
         take_log_ratios(x, config)
-        if config.taper:  # ours: the gradient of worse completions fades
+        if config.taper:  # not in the paper: scale down the gradient of worse completions
             x.taper = taper_weight(x.logps - x.sampler_logps, x.sampler_logps, x.mask, ~x.is_chosen,
                                    x.mean_surprisal, in_pairs=loss.unit == "pair")
             x.log_ratio = x.taper * x.log_ratio + (1 - x.taper) * x.log_ratio.detach()
@@ -664,18 +673,18 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             x.perceived, x.is_low, x.is_high = perceive(x.log_ratio, x, config)
         losses = loss.compute(x, config)
         mean_loss = x.share * share_of_mean(losses, x, batch, config)
-        scale = WORLD_SIZE if config.shard else 1  # FSDP takes the ranks' mean
+        scale = WORLD_SIZE if config.shard else 1  # FSDP averages over ranks
         (mean_loss * scale).backward()
         if x.share:
             total_loss += mean_loss.detach()
             add_metrics(totals, x, config)
 
-    # A gradient for every parameter, even on a rank without work: the sum over all ranks.
+    # Sum over all ranks. Every parameter needs a gradient, even on a rank that had nothing to do.
     parameters = trained(policy).values()
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    if WORLD_SIZE > 1 and not config.shard:  # sharded, the backward pass has added them up
+    if WORLD_SIZE > 1 and not config.shard:  # if sharded, the backward pass has done so
         pending = [dist.all_reduce(p.grad, async_op=True) for p in parameters]
         for reduction in pending:
             reduction.wait()
@@ -683,8 +692,8 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
 
 @torch.no_grad()
 def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> None:
-    """Add a microbatch's metrics to the step's totals: for each a sum and a count, or the largest value. A
-    metric is a line: its name, values, and where they count, both (N, T) or (N,)."""
+    """Add the metrics of a microbatch to the totals of the step: for each a sum and a count, or a maximum. To
+    add a metric, add a line: its name, its values and their mask, both (N, T) or (N,)."""
     x.metrics |= {
         "logp": (x.logps, x.mask),
         "logp_wanted": (x.logps, x.mask & x.is_chosen[:, None]),
@@ -720,30 +729,30 @@ def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> Non
             totals[name] = totals.get(name, 0) + torch.stack([total, count])
 
 def take_log_ratios(x: Microbatch, config: Config) -> None:
-    """Fill in d, if anything asks for it, and the log-ratio to perceive, if the loss takes one."""
+    """Fill in d and the log-ratio that perception works on, as far as the loss needs them."""
     if config.needs_reference:
         if x.ref_logps is None:
-            raise ValueError("these sequences have no ref_logps: call sync and score of a Reference first")
+            raise ValueError("the sequences have no ref_logps; call Reference.sync and Reference.score first")
         x.d = x.log_ratio = x.logps - x.ref_logps
     if config.ratio_to_old:
         old_logps = x.logps.detach() if x.old_logps is None else x.old_logps
         x.log_ratio = x.logps - old_logps
 
 def perceive(log_ratio: Tensor, x: Microbatch, config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """d̃ of a log-ratio, (N, T) of tokens or (N, 1) of sequences, and where perception stops the gradient
-    because it is too low, and where because it is too high: three tensors of the same shape."""
+    """Apply perception to the log-ratios of tokens, (N, T), or of sequences, (N, 1). Returns d̃ and two
+    boolean tensors of the same shape, where the gradient stops because d is too low and too high."""
     if config.perception == "clip":
         low = config.log_eps_p
         high = config.log_eps_r
         return humanline_clip(log_ratio, low, high), log_ratio < low, log_ratio > high
     verdicts = torch.zeros_like(log_ratio, dtype=torch.int8)
-    if config.perception == "sample" and x.verdicts is not None:  # the mismatched ones of z₀ have none
+    if config.perception == "sample" and x.verdicts is not None:  # those of z₀ have none
         verdicts = x.verdicts
     perceived = torch.where(verdicts != 0, log_ratio.detach(), log_ratio)
     return perceived, verdicts < 0, verdicts > 0
 
 def share_of_mean(losses: Tensor, x: Microbatch, batch: "Batch", config: Config) -> Tensor:
-    """A microbatch's share of the mean loss of the whole batch, whose counts it is divided by."""
+    """The contribution of a microbatch to the mean loss of the whole batch."""
     count = len(batch.sequences)
     if losses.dim() == 1:  # a loss for each pair or example
         if LOSSES[config.loss].unit == "pair":
@@ -758,16 +767,16 @@ def share_of_mean(losses: Tensor, x: Microbatch, batch: "Batch", config: Config)
 
 def log_ratios_before(policy: Module, sequences: list[Sequence], batch: "Batch",
                       config: Config) -> Microbatch:
-    """The record of these sequences before any gradient, up to the log-ratio, on every rank's CPU."""
+    """The record of these sequences up to the log-ratio, without gradients, on the CPU of every rank."""
     x = make_microbatch([[sequence] for sequence in sequences], torch.device("cpu"), batch.step)
     x.logps = pad_sequence(sequence_logps(policy, sequences, config), batch_first=True)
     take_log_ratios(x, config)
     return x
 
 def decide_verdicts(policy: Module, batch: "Batch", config: Config) -> None:
-    """--perception sample: decide about each token before the step, as M_P and M_R are maxima over the
-    batch."""
-    if not batch.sequences:  # rollouts without a difference
+    """--perception sample: decide for each token before the step starts, because M_P and M_R are maxima over
+    the whole batch."""
+    if not batch.sequences:  # no group had a difference in rewards
         return
     x = log_ratios_before(policy, batch.sequences, batch, config)
     d = x.log_ratio[x.mask]
@@ -779,9 +788,9 @@ def decide_verdicts(policy: Module, batch: "Batch", config: Config) -> None:
         sequence.verdicts = tokens
 
 def kto_reference_point(policy: Module, batch: "Batch", config: Config) -> Tensor:
-    """z₀ = max(0, mean over mismatched pairs of Σ_t d̃_t), one number for the whole batch, in nats."""
+    """z₀ = max(0, mean of Σ_t d̃_t over mismatched prompts and completions), in nats, for the whole batch."""
     is_policy = config.ratio_to_old and all(sequence.old_logps is None for sequence in batch.mismatched)
-    if is_policy or not batch.mismatched:  # the log-ratio of the policy to itself is 0
+    if is_policy or not batch.mismatched:  # the log-ratio of the policy with itself is 0
         return torch.zeros((), device=policy.device)
     x = log_ratios_before(policy, batch.mismatched, batch, config)
     perceived, _, _ = perceive(x.log_ratio, x, config)
@@ -790,7 +799,7 @@ def kto_reference_point(policy: Module, batch: "Batch", config: Config) -> Tenso
 
 def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: Tensor | None,
                   config: Config) -> dict[str, float]:
-    """What a step reports, over all ranks; tests/claims/metrics.md says what each name means."""
+    """The metrics of a step, over all ranks; tests/claims/metrics.md explains each of them."""
     report = {"loss": 0.0, "reward": batch.reward}
     sums = {}
     of_this_rank = {name: total.cpu() for name, total in totals.items()}
@@ -824,36 +833,36 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
 # ---------- The run -----------------------------------------------------------------------------------------
 
 class Run:
-    """What training needs beside the method: the run's folder and its lock, logs, measurements, signals. Skip
-    it to read the method."""
+    """What training needs besides the method: the folder with its lock and logs, measurements, and signals.
+    To understand the method, you can skip this class."""
 
     def __init__(self, config: Config, stack: contextlib.ExitStack):
-        """Check the folder. Errors of the user are found before anything is written, the cheapest first."""
+        """Join the other ranks and check the folder. Nothing is written before all user errors are found."""
         import transformers
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.config = config
         self.stack = stack
         self.started, self.shown_at = time.perf_counter(), -math.inf
-        self.stopped_at: int | None = None  # the step after which a signal ended the run
-        self.latest: dict[str, float] = {}  # of every metric, and those from before the first step
+        self.stopped_at: int | None = None  # the step after which a signal stopped the run
+        self.latest: dict[str, float] = {}  # latest value of every metric, and values before the first step
         self.watch = Watch()
         self.signals = note_signals(stack)
-        require(config.model, "--model names nothing; give it a Hugging Face name or a folder")
-        require(config.data, "--data names nothing; give it a file or a hub name")
+        require(config.model, "--model is missing; pass a Hugging Face name or a folder")
+        require(config.data, "--data is missing; pass a file or a data set of the hub")
         require(not config.eval_every or config.eval_data,
-                f"--eval-every {config.eval_every} has nothing to measure on; add --eval-data ROWS")
+                f"--eval-every {config.eval_every} needs data to measure on; add --eval-data ROWS")
         self.device = join_ranks()
-        require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start torchrun")
+        require(not config.shard or dist.is_initialized(), "--shard needs several ranks; use torchrun")
         require(not config.taper or not config.sample_every or config.top_p == 1,
-                "--taper compares log-probs over the whole vocabulary; online it needs --top-p 1")
+                "--taper compares log-probs over the whole vocabulary; online, pass --top-p 1")
         new_name = time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")
         self.out = Path(from_first_rank(lambda: config.out or new_name))
         from_first_rank(lambda: check_folder(self.out, config))
         self.checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
 
     def check_rows(self, rows: list["Row"]) -> None:
-        """Read --eval-data, too. All ranks must have the same rows."""
+        """Read --eval-data, and check that all ranks have the same rows, files and settings."""
         config = self.config
         self.rows = rows
         held_out = read_rows(config.eval_data, config, "--eval-data") if config.eval_data else []
@@ -861,9 +870,9 @@ class Run:
         prompts = {str(row.prompt) for row in rows}
         seen = sum(str(row.prompt) in prompts for row in self.eval_rows)
         if seen:
-            warn(f"--eval-data: {seen} of its prompts are in --data, too")
+            warn(f"--eval-data: {seen} of its prompts are also in --data")
         fields = json.dumps([row.fields for row in rows], default=str)
-        self.fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # a resumed run must have the same
+        self.fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # must be the same on resume
         files = [*Path(config.model).glob("*.safetensors")]
         for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
             file = Path(spec.rpartition(":")[0])
@@ -875,7 +884,7 @@ class Run:
 
     def begin(self, sampler: "Sampler", batches: "Batches", optimizer: torch.optim.Optimizer,
               reference: "Reference") -> None:
-        """Check what is left, lock the folder until the run's stack closes, resume, and take up the files."""
+        """Create and lock the folder, load --sampler, resume from a checkpoint, and measure before step 1."""
         config = self.config
         self.sampler, self.policy = sampler, sampler.policy
         self.batches, self.optimizer = batches, optimizer
@@ -905,19 +914,19 @@ class Run:
             self.latest = {f"{name}_before": value for name, value in self.measure(0).items()}
 
     def take_up_folder(self, first: int) -> None:
-        """Make the folder's files those of a run whose next step is `first`."""
+        """Prepare the files in the folder for a run whose next step is `first`."""
         for unfinished in [*self.out.glob("checkpoint/.step-*"), *self.out.glob(".final-*")]:
-            shutil.rmtree(unfinished)  # of a killed process
+            shutil.rmtree(unfinished)  # left by a killed process
         (self.out / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
         for file in map(self.out.joinpath, LINES):
             if file.exists() and not self.checkpoint:
                 kept = file.rename(file.with_stem(f"{file.stem}-{time.time_ns()}"))
-                warn(f"no whole checkpoint, so the run starts afresh; what it wrote is kept as {kept}")
+                warn(f"no undamaged checkpoint, so the run starts afresh; its old log is now {kept}")
             elif file.exists():
-                cut_lines(file, first)  # later steps are done again
+                cut_lines(file, first)  # later steps are repeated
 
     def measure(self, step: int) -> dict[str, float]:
-        """On --eval-data: `accuracy`, the mean reward of new samples, and `greedy`, of greedy completions."""
+        """On --eval-data: `accuracy`, the mean reward of samples, and `greedy`, that of greedy ones."""
         measured = {}
         for name, size in {"accuracy": self.config.eval_samples, "greedy": 1}.items():
             if self.eval_groups:
@@ -930,7 +939,7 @@ class Run:
 
     def keep_rollouts(self, file: str, rollouts: list[Group], rows: list["Row"],
                       step: int) -> dict[str, float]:
-        """Append rollouts to a file of the run, a line per completion; returns their metrics."""
+        """Append rollouts to a file of the run, one line per completion, and return their metrics."""
         lines = []
         for number, group in enumerate(rollouts):
             texts = self.sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
@@ -943,7 +952,7 @@ class Run:
                     temperature=self.config.temperature, top_p=self.config.top_p))
         if RANK == 0:
             append_lines(self.out / file, lines)
-            if time.monotonic() > self.shown_at + 10:  # show the best one, now and then
+            if time.monotonic() > self.shown_at + 10:  # show the best one every ten seconds
                 self.shown_at = time.monotonic()
                 best = max(lines, key=lambda line: line["reward"])
                 prompt = best["prompt"][-1]["content"][-20:]
@@ -955,17 +964,17 @@ class Run:
                 "entropy": -fmean(logp for line in lines for logp in line["logps"])}
 
     def log(self, line: dict) -> None:
-        """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of what it shows.
-        Raises UserError where a sampler that should have the policy's weights gives others' log-probs."""
-        # Below a --top-p of 1 they are those among the tokens left, larger by -log(top_p) at most.
+        """Write the report of a step to metrics.jsonl, --track and the progress bar, and print warnings.
+        Raises UserError if an external sampler with the same weights gives other log-probs."""
+        # With --top-p below 1 they are of the nucleus alone, and larger by up to -log(top_p).
         is_fp32 = self.policy.dtype == torch.float32 and not self.config.is_mixed
         limit = SAMPLER_GAP[is_fp32] - math.log(self.config.top_p)
         gap = line.get("sampler_gap", 0.0)
         if line.get("lag") == 0 and gap > limit:
             raise UserError(
-                f"step {line['step']}: --sampler {self.config.sampler} is {gap:.3f} nats a token from the "
-                f"policy, of the same weights, more than {limit:.3g}; compare dtypes and versions, and see "
-                "whether it takes all new weights (a tied head?); then --resume latest")
+                f"step {line['step']}: --sampler {self.config.sampler} differs from the policy by {gap:.3f} "
+                f"nats a token with the same weights (limit {limit:.3g}); compare dtypes and versions, check "
+                "that it loads all new weights (a tied head?), and continue with --resume latest")
         if line["step"] == 1:
             line |= self.latest
         if self.policy.device.type == "cuda":
@@ -980,30 +989,30 @@ class Run:
         self.steps.set_postfix(loss=line["loss"], reward=line.get("reward"), refresh=False)
 
     def finish(self) -> None:
-        """Write the final folder, unless a signal ended the run."""
+        """Write the final model, unless a signal stopped the run."""
         if not self.stopped_at:
             final = self.out / "final"
             save_final(final, self.policy, self.sampler.tokenizer, self.config, self.batches.steps)
         if WORLD_SIZE > 1:
-            dist.barrier()  # no rank leaves while another still writes
+            dist.barrier()  # no rank exits while another still writes
 
-SAMPLER_GAP = {True: 0.05, False: 0.1}  # most nats a token between sampler and policy, in fp32 and in bf16
-EVALUATION = 500_000  # a measurement's draws are those of its step plus this
-LINES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # files of lines that have a step
+SAMPLER_GAP = {True: 0.05, False: 0.1}  # largest difference in nats a token, in fp32 and in bf16
+EVALUATION = 500_000  # added to the step to seed the samples of a measurement
+LINES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # each line has a step
 
 class Watch:
-    """Warns, once each in a run, of what a step's report shows. A collapse: once the mean over 12 steps of
-    -log π_θ of the completions that the loss wants likelier rises to twice its minimum, and by 0.3 nats per
-    completion, the policy unlearns them along with the others (tests/claims counts how often it is so)."""
+    """Warnings about what the metrics show, each printed once per run. A collapse is suspected when the mean
+    over 12 steps of -log π_θ of the better completions has risen to twice its minimum, and by 0.3 nats per
+    completion: then the policy unlearns them along with the worse ones."""
 
     def __init__(self):
         self.warned = set()
-        self.length = 0.0  # of the first batch's completions: they may grow, which is no collapse
+        self.length = 0.0  # of completions in the first batch, as growing longer is no collapse
         self.wanted = deque(maxlen=12)
         self.best = -math.inf
 
     def __call__(self, line: dict[str, float]) -> list[str]:
-        """The warnings that a line of the metrics gives reason for."""
+        """The new warnings that a line of the metrics gives rise to."""
         if "logp_wanted" in line:
             self.length = self.length or line.get("completion_length", 0.0)
             self.wanted.append(line["logp_wanted"] * self.length)
@@ -1012,24 +1021,24 @@ class Watch:
             wanted = fmean(self.wanted)
             self.best = max(self.best, wanted)
         reasons = {
-            "the run may be coming apart: the completions that the loss wants likelier fell; try --taper, a "
-            "lower --lr, fewer syncs or fresher rollouts (--sample-every)":
+            "the run may be collapsing: even the better completions have become less likely; try --taper, a "
+            "lower --lr, fewer syncs, or fresher rollouts (--sample-every)":
                 wanted < min(2 * self.best, self.best - 0.3),
-            "more than half of the completions were cut off at --max-new-tokens; raise it, or ask for less":
+            "more than half of the completions were cut off at --max-new-tokens; raise it":
                 line.get("truncated", 0) > 0.5,
-            "every completion that was drawn has the same reward; look at rollouts.jsonl and at --reward":
+            "all sampled completions have the same reward; look at rollouts.jsonl and check --reward":
                 line.get("reward_std", 1) < 1e-9,
         }
-        found = [text for text, is_so in reasons.items() if is_so and text not in self.warned]
-        self.warned |= set(found)
-        return found
+        new = [text for text, is_so in reasons.items() if is_so and text not in self.warned]
+        self.warned |= set(new)
+        return new
 
 def append_lines(path: Path, lines: Iterable[dict]) -> None:
     with open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 def read_lines(path: Path) -> list[dict]:
-    """What a file's lines hold, without those that a crash cut off."""
+    """The lines of a file, without any that a crash has cut off."""
     lines = []
     for text in path.open("rb") if path.exists() else ():
         with contextlib.suppress(ValueError):
@@ -1037,22 +1046,22 @@ def read_lines(path: Path) -> list[dict]:
     return lines
 
 def cut_lines(path: Path, end: int) -> None:
-    """Leave out the lines of the steps from `end` on."""
+    """Remove the lines of step `end` and later ones."""
     kept = path.with_suffix(".new")
     kept.unlink(missing_ok=True)
     append_lines(kept, [line for line in read_lines(path) if line["step"] < end])
     kept.replace(path)
 
 def start_tracker(config: Config, out: Path) -> Callable:
-    """The `log` of the module that --track names, told of the run. It takes each line of the metrics."""
+    """Start a run in the module that --track names, and return its function `log`."""
     with explained(f"--track {config.track}", "pip install it, and log in",
-                   attribute="name wandb, or a module with its functions init and log, such as trackio"):
+                   attribute="pass wandb, or a module with the functions init and log, such as trackio"):
         tracker = importlib.import_module(config.track)
         tracker.init(project="humanline", name=out.name, config=dataclasses.asdict(config))
         return tracker.log
 
 def check_folder(out: Path, config: Config) -> None:
-    """Raises UserError where the run's folder holds another run, or files of other origin with its names."""
+    """Raises UserError if the folder holds another run, or files with the same names from elsewhere."""
     settings = out / "config.toml"
     is_run = settings.is_file() and settings.read_bytes().startswith(TOML_HEAD.encode())
     require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
@@ -1061,26 +1070,26 @@ def check_folder(out: Path, config: Config) -> None:
                 f"--out {out}: {name} there was not written by this version of humanline.py; choose "
                 "another folder")
     require(config.resume is not None or not is_run,
-            f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another")
+            f"--out {out} holds an unfinished run; pass --resume latest, or choose another folder")
 
 def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
-    """Make the run's folder, and hold its lock until `stack` closes or the process ends."""
+    """Create the folder, and hold its lock until `stack` closes or the process ends."""
     with explained(f"--out {out!s:.60}", "choose another folder",
-                   unavailable="another process trains into it; choose another folder"):
+                   unavailable="another process is training in it; choose another folder"):
         out.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(out, os.O_RDONLY)
         stack.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    check_folder(out, config)  # again: another run may have come and gone
+    check_folder(out, config)  # again: another run may have finished in the meantime
 
 def note_signals(stack: contextlib.ExitStack) -> list[int]:
-    """A list that SIGTERM, SIGHUP and Ctrl-C are added to until `stack` closes: stop after this step."""
+    """A list to which SIGTERM, SIGHUP and Ctrl-C are added until `stack` closes."""
     received = []
 
     def note(number, _):
         received.append(number)
         text = f"humanline.py: warning: {signal.Signals(number).name}: stopping after this step\n"
-        with contextlib.suppress(OSError):  # at once: stderr's buffer may be in use, its terminal gone
+        with contextlib.suppress(OSError):  # unbuffered: stderr may be in use, or its terminal gone
             os.write(2, text.encode())
         if number == signal.SIGINT and WORLD_SIZE == 1:  # a second one stops at once
             signal.signal(number, signal.default_int_handler)
@@ -1093,7 +1102,7 @@ def note_signals(stack: contextlib.ExitStack) -> list[int]:
 
 @contextlib.contextmanager
 def explained(what: str, advice: str, **advice_by_word: str) -> Iterator[None]:
-    """Turns what loading code raises into a line: `what` failed, the reason, the advice for a word in it."""
+    """Turn an exception of library code into one line: `what` failed, why, and what to do about it."""
     try:
         yield
     except UserError:
@@ -1107,26 +1116,26 @@ def explained(what: str, advice: str, **advice_by_word: str) -> Iterator[None]:
         raise UserError(f"{what}: {reason}; {advice}") from error
 
 def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
-    """The model and its tokenizer, by hub name or folder, ready for training, and without dropout, which
-    would make the log-ratio of a policy with itself noise instead of 0."""
+    """Load the model and its tokenizer from the hub or a folder, ready for training. Dropout is off: it would
+    turn the log-ratio of a policy with itself from 0 into noise."""
     from transformers import AutoTokenizer
     name = config.model
     with ranks_in_turn() if config.shard else contextlib.nullcontext():
         with explained(
-                f"--model {name}", "name a Hugging Face model or a folder; `hf download NAME --local-dir "
-                "FOLDER` makes one, given a network; without one set HF_HUB_OFFLINE=1",
-                trust_remote_code="to let it run, say --trust-remote-code",
+                f"--model {name}", "pass a Hugging Face model or a folder; `hf download NAME --local-dir "
+                "FOLDER` downloads one; without a network set HF_HUB_OFFLINE=1",
+                trust_remote_code="pass --trust-remote-code to run it",
                 attn_implementation="choose another --attn", peft="pip install peft"):
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
             require(tokenizer.chat_template or not config.template_values,
                     f"--template-values: {name} has no template")
-            with explained("--template-values", "write JSON, such as '{\"enable_thinking\": false}'"):
+            with explained("--template-values", "pass JSON, such as '{\"enable_thinking\": false}'"):
                 values = dict(json.loads(config.template_values or "{}"))
-            values.setdefault("date_string", "26 Jul 2024")  # one for ever: else no resume on the next day
+            values.setdefault("date_string", "26 Jul 2024")  # fixed, so that resuming on another day is exact
             tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
             policy = load_weights(config, device)
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence "
-                "token, so completions could not end; set eos_token in tokenizer_config.json")
+                "token, so completions cannot end; set eos_token in tokenizer_config.json")
         config.is_mixed = is_mixed(policy, config)
         if config.lora:
             add_adapters(policy, config)
@@ -1137,26 +1146,27 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
         layer_names = policy._no_split_modules or ()
         layers = [module for module in policy.modules() if type(module).__name__ in layer_names]
         if config.compile:
-            for layer in layers:  # once for all of them, and for all lengths of a batch
+            for layer in layers:  # compiled once for all layers and all lengths
                 layer.compile(dynamic=True)
         if config.shard:
             shard(policy, layers, device, config)
         policy.to(device)
     policy.train()
     check_output_head(policy, config)
-    config.shares_prompts = all(gather_from_ranks(can_share_prompts(policy, config)))  # all ranks cut alike
+    # All ranks must cut batches alike.
+    config.shares_prompts = all(gather_from_ranks(can_share_prompts(policy, config)))
     return policy, tokenizer
 
 def load_weights(config: Config, device: torch.device) -> Module:
-    """The model of --model; a peft folder's adapters are merged into the weights that they belong to. Raises
-    UserError where weights are missing, which would be random, or have no place."""
+    """Load the weights of --model; the adapters of a peft folder are merged into their base model. Raises
+    UserError if weights are missing, and so would be random, or do not belong to the model."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import find_adapter_config_file
     name = config.model
     has_adapters = find_adapter_config_file(name) is not None
     if has_adapters:
         from peft import PeftConfig, PeftModel
-        require(not config.lora, f"--model {name} has adapters already; merge them before --lora adds others")
+        require(not config.lora, f"--model {name} already has adapters; merge them before using --lora")
         name = PeftConfig.from_pretrained(name).base_model_name_or_path
     is_frozen_on_gpu = config.lora and device.type == "cuda" and config.dtype != "float32"
     is_bf16 = config.dtype == "bfloat16" or is_frozen_on_gpu
@@ -1166,15 +1176,15 @@ def load_weights(config: Config, device: torch.device) -> Module:
         trust_remote_code=config.trust_remote_code)
     foreign = ", ".join(sorted(info["unexpected_keys"])[:3])
     missing = ", ".join(sorted(info["missing_keys"])[:3])
-    require(not foreign, f"--model {name}: it has no place for {foreign} of its files; mend its config.json")
-    require(not missing, f"--model {name}: its files lack {missing}, which would be random")
+    require(not foreign, f"--model {name}: its files hold {foreign}, which it lacks; fix its config.json")
+    require(not missing, f"--model {name}: its files lack {missing}, which would be random; repair it")
     if has_adapters:
         policy = PeftModel.from_pretrained(policy, config.model).merge_and_unload()
         policy.requires_grad_(True)
     return policy
 
 def add_adapters(policy: Module, config: Config) -> None:
-    """Freeze the policy, and put adapters beside its linear layers but the head. New ones change nothing."""
+    """Freeze the policy, and add adapters to all linear layers but the head. New adapters change nothing."""
     with explained("--lora", "pip install peft"):
         from peft import LoraConfig
     with torch.random.fork_rng(devices=[]):
@@ -1185,11 +1195,11 @@ def add_adapters(policy: Module, config: Config) -> None:
         stays_fp32 = p.requires_grad or not config.is_mixed
         p.data = p.data.to(torch.float32 if stays_fp32 else torch.bfloat16)
     for module in policy.modules():
-        if hasattr(module, "lora_A"):  # autocast casts what it must; peft would keep a copy for each adapter
+        if hasattr(module, "lora_A"):  # autocast casts already; peft would keep a copy for each adapter
             module.cast_input_dtype_enabled = False
 
 def switch_off_dropout(policy: Module) -> None:
-    """Models keep its rate in modules, or in numbers that they hand to functions."""
+    """Set all dropout rates to 0, which models keep in modules or in attributes."""
     for module in policy.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -1198,22 +1208,22 @@ def switch_off_dropout(policy: Module) -> None:
                 setattr(module, name, 0.0)
 
 def trained(policy: Module) -> dict[str, Tensor]:
-    """The parameters that training changes, by name: all of them, or with --lora the adapters."""
+    """The trained parameters by name: all of them, or with --lora those of the adapters."""
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 def shard(policy: Module, layers: list[Module], device: torch.device, config: Config) -> None:
-    """FSDP2: each rank keeps its part of every layer's weights, and gathers a layer when it is needed."""
+    """FSDP2: each rank keeps a part of the weights of every layer, and gathers a layer when it is needed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
     precision = MixedPrecisionPolicy(torch.bfloat16 if config.is_mixed else None, torch.float32)
-    for module in [*layers, policy]:  # resharded, so that parameters() are always the shards
+    for module in [*layers, policy]:  # resharded after use, so that parameters() are always shards
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.completion_logps = functools.partial(completion_logps, policy)
     register_fsdp_forward_method(policy, "completion_logps")  # gathers the embeddings around it
 
 @torch.no_grad()
 def check_output_head(policy: Module, config: Config) -> None:
-    """Raises UserError where `log_probs` is not the model's own log-softmax."""
+    """Raises UserError if `log_probs` does not agree with the log-softmax of the model's own logits."""
     ids = torch.arange(8, device=policy.device)[None] % policy.config.get_text_config().vocab_size
     sequence = Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
@@ -1222,14 +1232,14 @@ def check_output_head(policy: Module, config: Config) -> None:
     theirs = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     tolerance = 0.005 if policy.dtype == torch.float32 and not config.is_mixed else 0.05
     name = f"--model {config.model}"
-    require(logits.isfinite().all(), f"{name}: its logits are not finite numbers; its weights are spoilt")
+    require(logits.isfinite().all(), f"{name}: its logits or its weights contain NaN or infinity")
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
-            f"{name}: its logits are not hidden states times output embeddings, which token_logps needs, or "
-            "they are random in training")
+            f"{name}: its logits are not hidden states times output embeddings, which token_logps requires, "
+            "or they are random in training")
 
 @torch.no_grad()
 def can_share_prompts(policy: Module, config: Config) -> bool:
-    """Whether tokens meet in nothing but full attention, with the mask and positions that it is given."""
+    """True if every layer uses full causal attention and respects the mask and positions that it is given."""
     text = policy.config.get_text_config()
     window = "sliding" if getattr(text, "sliding_window", None) else "full_attention"
     kinds = getattr(text, "layer_types", None) or [window]
@@ -1244,23 +1254,23 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
     return False
 
 def is_mixed(policy: Module, config: Config) -> bool:
-    """Whether weights are fp32 and products bf16. `--dtype auto` does so on a GPU, and for large models on a
-    CPU that multiplies in bf16."""
+    """True for fp32 weights with bf16 matrix products: with `--dtype auto` on a GPU, and for large models
+    on a CPU with bf16 instructions."""
     if config.dtype != "auto":
         return config.dtype == "mixed" or (config.lora > 0 and config.dtype == "bfloat16")  # fp32 adapters
     is_large = sum(p.numel() for p in policy.parameters()) >= 20_000_000
     return torch.cuda.is_available() or (is_large and torch.cpu._is_avx512_bf16_supported())
 
 # ---------- Data --------------------------------------------------------------------------------------------
-# Rows on disk -> groups of rewarded completions -> batches.
+# From rows on disk to groups of rewarded completions to batches.
 
 @dataclass
 class Row:
-    """One row of the data, checked. `completions` with their `rewards` are a group; a pair has 1 and 0."""
+    """A checked row of the data. `completions` and `rewards` form a group; those of a pair are 1 and 0."""
 
-    where: str  # file and row number, for messages
+    where: str  # file and row number, for error messages
     prompt: list[dict]  # messages
-    fields: dict  # the row as it was read, for the reward
+    fields: dict  # the original row, for the reward
     completions: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     labelled: bool = False  # see Group
@@ -1268,7 +1278,7 @@ class Row:
     logps: list[list[float]] = field(default_factory=list)  # log μ of those tokens, or empty
 
 def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
-    """Read NAME[:[CONFIG:]SPLIT] and check every row; raises UserError naming the first bad one."""
+    """Read NAME[:[CONFIG:]SPLIT] and check every row. Raises UserError for the first bad one."""
     source = f"{flag} {spec}"
     rows = {}
     dropped = 0
@@ -1280,7 +1290,7 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
             dropped += 1
             continue
         key = number
-        if "prompt_id" in fields and len(row.rewards) == 1 and not row.labelled:  # a group as several rows
+        if "prompt_id" in fields and len(row.rewards) == 1 and not row.labelled:  # one completion of a group
             key = f"{fields['prompt_id']} {row.prompt}"  # two runs may share an id
         first = rows.setdefault(key, row)
         if first is not row:
@@ -1289,22 +1299,22 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
             first.tokens += row.tokens
             first.logps += row.logps
     if dropped:
-        warn(f"{source}: dropped {dropped} rows whose dialogues differ before the last turn, or end without "
-             "an answer")
-    require(rows, f"{source}: no rows")
+        warn(f"{source}: dropped {dropped} rows whose dialogues differ before the last turn, or do not end "
+             "with an answer")
+    require(rows, f"{source} has no rows")
     return list(rows.values())
 
 def read_table(spec: str, source: str) -> Iterable[dict]:
     """The rows of NAME[:[CONFIG:]SPLIT]."""
     kind = Path(spec).suffix.lower()
-    if kind in (".jsonl", ".json"):  # of which `datasets` would turn texts into numbers and dates
+    if kind in (".jsonl", ".json"):  # `datasets` would parse some strings as numbers or dates
         return read_json(Path(spec), source)
     import datasets
     datasets.disable_progress_bars()
     with explained(
         source,
-        "name a .jsonl, .json, .csv or .parquet file, a folder, or a data set of the hub; `hf download "
-        "NAME --repo-type dataset --local-dir FOLDER` makes a folder of it, given a network",
+        "pass a .jsonl, .json, .csv or .parquet file, a folder, or a data set of the hub; `hf download "
+        "NAME --repo-type dataset --local-dir FOLDER` downloads one",
     ):
         if kind == ".parquet":
             return datasets.Dataset.from_parquet(spec)
@@ -1312,7 +1322,7 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
             import pandas
             texts = pandas.read_csv(spec, dtype=str, keep_default_na=False, na_values=[""])
             require(isinstance(texts.index, pandas.RangeIndex),
-                    f"{source} row 1: more values than columns; quote a text that holds a comma")
+                    f"{source} row 1: more values than columns; quote texts that contain commas")
             return datasets.Dataset.from_pandas(texts)
         name, *parts = spec.split(":")
         split = parts.pop() if parts else "train"
@@ -1323,17 +1333,17 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
         return datasets.load_dataset(name, *parts, split=split)
 
 def read_json(path: Path, source: str) -> Iterator[dict]:
-    """JSON lines, or one list of objects."""
-    with explained(source, "name a file of JSON lines, or of one JSON list"):
+    """Read JSON lines, or one JSON list of objects."""
+    with explained(source, "pass a file of JSON lines, or of one JSON list"):
         text = path.read_bytes().strip()
         if text.startswith(b"["):
             yield from json.loads(text)
             return
     for number, line in enumerate(text.splitlines(), 1):
-        with explained(f"{source} row {number}: not JSON", "mend the row or remove it"):
+        with explained(f"{source} row {number}: not JSON", "fix the row or remove it"):
             yield json.loads(line)
 
-# What data sets call our columns: GSM8K, MATH, UltraFeedback-ArmoRM, HALOs. For another name add a line.
+# Column names of GSM8K, MATH, UltraFeedback-ArmoRM and HALOs. For another data set, add lines.
 COLUMN_NAMES = {
     "question": "prompt",
     "problem": "prompt",
@@ -1345,72 +1355,72 @@ COLUMN_NAMES = {
 }
 
 def read_row(fields: dict, where: str, config: Config) -> Row | None:
-    """Bring a row's columns under our names, its answers into dialogues, these into a prompt and completions.
+    """Check a row and convert it to a prompt and completions.
 
     A `prompt` comes with `completions` and `scores`, with `chosen` and `rejected`, with `completion` and
-    `label`, or alone, to be sampled from. Answers may be whole dialogues, whose common turns are the prompt;
-    None is returned where not just an answer follows those."""
+    `label`, or alone, to be sampled from. Answers may be whole dialogues, whose common turns are the prompt.
+    Returns None if the dialogues differ in more than their last turn."""
     fields = {name: value for name, value in fields.items() if value is not None}  # None fills gaps
-    known = {COLUMN_NAMES.get(name, name): value for name, value in fields.items()} | fields
-    answers, rewards = find_answers(known, where)
+    columns = {COLUMN_NAMES.get(name, name): value for name, value in fields.items()} | fields
+    answers, rewards = find_answers(columns, where)
     row = Row(where, [], fields, rewards=rewards)
-    row.labelled = len(answers) == 1 and "label" in known
-    if "prompt" in known:
-        row.prompt = read_messages(known["prompt"], "user", where)
-    if "tokens" in known and "logps" in known:  # a line of a run's rollouts.jsonl
-        ids, logps = known["tokens"], known["logps"]
+    row.labelled = len(answers) == 1 and "label" in columns
+    if "prompt" in columns:
+        row.prompt = read_messages(columns["prompt"], "user", where)
+    if "tokens" in columns and "logps" in columns:  # a line of rollouts.jsonl
+        ids, logps = columns["tokens"], columns["logps"]
         is_right = len(ids) == len(logps) > 0 <= min(ids) and max(logps) < 0.01
-        require(is_right, f"{where}: 'tokens' and 'logps' are not token ids and as many log-probs")
+        require(is_right, f"{where}: 'tokens' and 'logps' must be token ids and as many log-probs")
         row.completions = answers
         row.tokens = [ids]
-        if known.get("temperature", 1) == known.get("top_p", 1) == 1:  # as log π_θ is, offline
+        if columns.get("temperature", 1) == columns.get("top_p", 1) == 1:  # as log π_θ is computed offline
             row.logps = [logps]
     elif answers:
         dialogues = [read_messages(answer, "assistant", where) for answer in answers]
         if not split_answers(row, dialogues):
             return None
-    require(row.prompt, f"{where}: no 'prompt'; every row needs it")
-    if config.prompt_template is not None and not row.tokens:  # a rollout's prompt has it already
-        known["prompt"] = row.prompt[-1]["content"]
-        with explained(f"{where}: --prompt-template", "name a column of the rows"):
-            text = re.sub(r"\{([a-zA-Z_]\w*)\}", lambda name: str(known[name[1]]), config.prompt_template)
+    require(row.prompt, f"{where}: no 'prompt'; every row needs one")
+    if config.prompt_template is not None and not row.tokens:  # the prompt of a rollout has it already
+        columns["prompt"] = row.prompt[-1]["content"]
+        with explained(f"{where}: --prompt-template", "name columns of the rows"):
+            text = re.sub(r"\{([a-zA-Z_]\w*)\}", lambda name: str(columns[name[1]]), config.prompt_template)
         row.prompt[-1]["content"] = text
-    system = known.get("system") or config.system
+    system = columns.get("system") or config.system
     if system is not None and row.prompt[0]["role"] != "system":
         row.prompt.insert(0, dict(role="system", content=system))
     return row
 
-def find_answers(known: dict, where: str) -> tuple[list, list[float]]:
-    """A row's answers, texts or messages, with their rewards or labels. A group counts before a pair."""
+def find_answers(columns: dict, where: str) -> tuple[list, list[float]]:
+    """The answers of a row, texts or messages, and their rewards or labels. A group takes precedence."""
     answers, rewards = [], []
-    if "completions" in known:
-        answers = known["completions"]
-        rewards = known["scores"]
-    elif "chosen" in known:
-        answers = [known["chosen"], known["rejected"]]
-        rewards = [known["label"] if "output_A" in known else 1, 0]  # HALOs: whether A is better
-    elif "completion" in known and {"label", "reward"} & known.keys():
-        answers = [known["completion"]]
-        rewards = [known.get("label", known.get("reward"))]
+    if "completions" in columns:
+        answers = columns["completions"]
+        rewards = columns["scores"]
+    elif "chosen" in columns:
+        answers = [columns["chosen"], columns["rejected"]]
+        rewards = [columns["label"] if "output_A" in columns else 1, 0]  # HALOs: 1 if A is better
+    elif "completion" in columns and {"label", "reward"} & columns.keys():
+        answers = [columns["completion"]]
+        rewards = [columns.get("label", columns.get("reward"))]
     require(len(answers) == len(rewards), f"{where}: {len(answers)} completions have {len(rewards)} scores")
     for i, reward in enumerate(rewards):
-        with contextlib.suppress(ValueError):  # of a CSV: 1, 0.5 or True, or else a word
+        with contextlib.suppress(ValueError):  # a CSV holds texts: 1, 0.5, True, or a word
             rewards[i] = json.loads(str(reward).lower())
         require(isinstance(rewards[i], (int, float)) and abs(rewards[i]) < 1e100,
-                f"{where}: a score or label is {reward!r:.60}; it must be a number below 1e100")
-    if "output_A" in known:
+                f"{where}: a score or label is {reward!r:.60}; it must be a finite number")
+    if "output_A" in columns:
         rewards[1] = 1 - rewards[0]
-    is_label = "label" in known and "completions" not in known
+    is_label = "label" in columns and "completions" not in columns
     require(not is_label or set(rewards) <= {0, 1, -1},
-            f"{where}: a label is {known.get('label')!r:.60}; it must be 1 or true for a good completion, or "
-            "0, -1 or false; turn ratings into such labels")
+            f"{where}: a label is {columns.get('label')!r:.60}; it must be 1 or true for a good completion, "
+            "or 0, -1 or false; convert ratings to such labels")
     return answers, [float(reward) for reward in rewards]
 
 def read_messages(value: Any, role: str, where: str) -> list[dict]:
-    """A text by `role`, or chat messages, as messages; HH-RLHF's "Human:" and "Assistant:" are split."""
+    """Convert a text by `role`, an HH-RLHF dialogue ("Human:", "Assistant:") or chat messages to messages."""
     if isinstance(value, str):
         is_dialogue = re.match(r"(?s)\s*\[\s*\{.*['\"]role['\"]:\s*['\"](system|user|assistant)", value)
-        require(not is_dialogue, f"{where}: chat messages in a text; write the rows as JSON lines")
+        require(not is_dialogue, f"{where}: chat messages inside a string; save the rows as JSON lines")
         before, *parts = re.split(r"\n\n(Human|Assistant): ?", value)
         if role == "assistant" and not before.strip() and len(parts) > 2:
             roles = dict(Human="user", Assistant="assistant")
@@ -1420,16 +1430,16 @@ def read_messages(value: Any, role: str, where: str) -> list[dict]:
     for turn in value:
         unread = ("tool_calls", "reasoning_content", "reasoning", "thinking")
         lost = [name for name in unread if turn.get(name)]
-        require(not lost, f"{where}: a message has {lost}, which is not read; write it into 'content'")
+        require(not lost, f"{where}: a message has {lost}, which are not read; move them into 'content'")
         require(isinstance(turn["content"], str),
-                f"{where}: a message's content is {turn['content']!r:.60}, not text")
+                f"{where}: the content of a message is {turn['content']!r:.60}; it must be a string")
         messages.append(dict(role=turn["role"], content=turn["content"]))
-    require(messages[-1]["content"].strip(), f"{where}: an empty text of the {role}; remove the row")
+    require(messages[-1]["content"].strip(), f"{where}: the text of the {role} is empty; remove the row")
     return messages
 
 def split_answers(row: Row, dialogues: list[list[dict]]) -> bool:
-    """Make a prompt of the turns in which all dialogues begin, and completions of their last turns; False
-    where the turns before the last differ, or the last is no answer."""
+    """Take the common first turns of all dialogues as the prompt and their last turns as completions. Returns
+    False if they differ before the last turn, or if the last turn is not an answer."""
     before = dialogues[0][:-1]
     answers = [dialogue[-1] for dialogue in dialogues]
     row.completions = [answer["content"] for answer in answers]
@@ -1443,8 +1453,8 @@ def split_answers(row: Row, dialogues: list[list[dict]]) -> bool:
 
 def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
                 online: bool | None = None) -> list[Group]:
-    """Rows -> groups of token ids; over-long ones are dropped. online: completions are to be drawn; None: as
-    --sample-every says."""
+    """Convert rows to groups of token ids, and drop those that are too long. online: completions will be
+    sampled, and those of the rows are ignored; None: as --sample-every says."""
     config, tokenizer = sampler.config, sampler.tokenizer
     if online is None:
         online = config.sample_every > 0
@@ -1454,9 +1464,9 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
     has_answers = any(turn["role"] == "assistant" for row in rows for turn in row.prompt)
     if flag == "--data" and has_answers and not tokenizer.chat_template:
         tokenizer.chat_template = TRANSCRIPT
-        warn(f"{flag}: its dialogues are written as Human: … Assistant: …, as the model has no chat template")
-    with explained(f"{flag}: the model's chat template refuses a prompt",
-                   "change the prompts, or leave out --system"):
+        warn(f"{flag}: the model has no chat template, so dialogues are formatted as Human: … Assistant: …")
+    with explained(f"{flag}: the chat template of the model rejects a prompt",
+                   "change the prompts, or omit --system"):
         encoded = encode_dialogues(tokenizer, rows)
     longest = min(sampler.longest, config.max_length or sampler.longest)
     longest_prompt = config.max_prompt_length or longest
@@ -1474,53 +1484,53 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
             group.completions = [cut_at_stop([*ids[len(group.prompt):], stops[0]], stops) for ids in wholes]
         texts = (group.prompt, *group.completions)
         require(all(texts) and sampler.vocabulary.issuperset(itertools.chain(*texts)),
-                f"{row.where}: the tokenizer of --model {config.model} makes no tokens of it, or some that "
-                "the model does not know; use the model's own")
+                f"{row.where}: the tokenizer of --model {config.model} gives no tokens for it, or some that "
+                "the model does not have; use the model's own tokenizer")
         room = max(map(len, group.completions), default=config.max_new_tokens)
         if len(group.prompt) <= longest_prompt and len(group.prompt) + room <= longest:
             groups.append(group)
     if foreign:
-        warn(f"{flag}: the tokens of {foreign} rows are not what this tokenizer makes of their text, which "
-             "is taken instead, with an end; so their sampler is unknown")
-    limits = (f"a prompt must fit in {longest_prompt} tokens, and with its completion in {longest} of the "
-              f"model's {sampler.longest}; see --max-length, --max-prompt-length and --max-new-tokens")
-    require(groups, f"{flag}: no row is left: {limits}")
+        warn(f"{flag}: the tokens of {foreign} rows do not match their texts under this tokenizer; the texts "
+             "are used instead, and their sampler counts as unknown")
+    limits = (f"a prompt may have {longest_prompt} tokens, and with its completion {longest} (the "
+              f"model has {sampler.longest}); see --max-length, --max-prompt-length and --max-new-tokens")
+    require(groups, f"{flag}: no row is short enough: {limits}")
     if len(groups) < len(rows):
-        warn(f"{flag}: dropped {len(rows) - len(groups)} rows as over-long: {limits}")
+        warn(f"{flag}: dropped {len(rows) - len(groups)} rows that are too long: {limits}")
     return groups
 
 def are_tokens_of(tokenizer: Any, row: Row) -> bool:
-    """Whether a row has tokens, and they are this tokenizer's."""
+    """True if a row has tokens and they are those of this tokenizer."""
     largest = max(map(max, row.tokens), default=math.inf)
     if largest >= len(tokenizer):
         return False
     return tokenizer.batch_decode(row.tokens, skip_special_tokens=True) == row.completions
 
 def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
-    """For each row the token ids of its prompt, up to where the model is to go on, and of its prompt with
-    each of its answers, as the chat template writes them. What is trained is what these do not share:
+    """For each row, the token ids of its prompt, up to where the model continues, and of the prompt followed
+    by each answer, as the chat template formats them. The loss is on the tokens that they do not share:
 
         <user> 2+2? <assistant>                         the prompt
         <user> 2+2? <assistant> It is 4. <end>          with an answer
         <------- common ------> <- completion ->
 
-    So an empty thought that Qwen3 puts before an answer is a part of it. DeepSeek-R1 opens a thought at the
-    end of a prompt, and none before an answer; there the prompt of an answer ends earlier."""
-    is_plain = not tokenizer.chat_template  # a template writes special tokens itself
+    So an empty thought, which Qwen3 puts before an answer, is part of the completion. DeepSeek-R1 opens a
+    thought at the end of a prompt but not before an answer; there the common part ends earlier."""
+    is_plain = not tokenizer.chat_template  # a template adds special tokens itself
     texts = []
     for row in rows:
         start = render(tokenizer, row.prompt, add_generation_prompt=True)
         require(is_written(row.prompt, start),
-                f"{row.where}: the model's chat template leaves out a message of its prompt")
+                f"{row.where}: the chat template of the model drops a message of its prompt")
         texts += [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
     ids_of = iter(tokenizer(texts, add_special_tokens=is_plain)["input_ids"])
     encoded = [[next(ids_of) for _ in ("prompt", *row.completions)] for row in rows]
     for prompt, *_ in encoded:
-        if is_plain and prompt[-1:] == [tokenizer.eos_token_id]:  # some put an end behind every text
+        if is_plain and prompt[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text with EOS
             prompt.pop()
     return encoded
 
-# For a model without a chat template: texts, and dialogues.
+# Templates for models without one: for plain texts, and for dialogues.
 PLAIN = ("{% for turn in messages %}{{ '\n\n' if not loop.first and turn.role != 'assistant' }}"
          "{{ turn.content }}{% endfor %}")
 TRANSCRIPT = ("{{ bos_token }}{% for turn in messages %}{{ '\n\n' + dict(user='Human').get(turn.role, "
@@ -1528,13 +1538,13 @@ TRANSCRIPT = ("{{ bos_token }}{% for turn in messages %}{{ '\n\n' + dict(user='H
               "{% if add_generation_prompt %}{{ '\n\nAssistant:\n' }}{% endif %}")
 
 def render(tokenizer: Any, dialogue: list[dict], **settings: Any) -> str:
-    """A dialogue as the chat template writes it."""
+    """Format a dialogue with the chat template."""
     template = None if tokenizer.chat_template else PLAIN
     return tokenizer.apply_chat_template(dialogue, chat_template=template, tokenize=False, **settings)
 
 def place_answer(tokenizer: Any, row: Row, start: str, answer: str) -> str:
-    """A prompt with its answer as the chat template writes them; or the answer behind `start`, if that leaves
-    out the answer's thought (DeepSeek-R1) or the prompt's system message (Mistral)."""
+    """Format a prompt with its answer. If the chat template drops the thought of the answer (DeepSeek-R1) or
+    the system message (Mistral), append the answer to `start` instead."""
     whole = render(tokenizer, row.prompt + [dict(role="assistant", content=answer)])
     has_thought_opened = whole.startswith(start) or "</think>" not in answer
     if has_thought_opened and answer.strip() in whole and is_written(row.prompt, whole):
@@ -1544,49 +1554,49 @@ def place_answer(tokenizer: Any, row: Row, start: str, answer: str) -> str:
     return start + answer
 
 def is_written(turns: list[dict], text: str) -> bool:
-    """Whether a text holds what all turns say, but for thoughts, which templates drop from earlier turns."""
+    """True if `text` contains all turns, except for thoughts, which templates drop from earlier turns."""
     return all(turn["content"].split("</think>")[-1].strip() in text for turn in turns)
 
 @dataclass
 class Batch:
-    """What one optimizer step trains on. DPO: chosen, rejected, chosen, rejected, …"""
+    """What one optimizer step trains on. In pairs, chosen and rejected alternate."""
 
     step: int
     sequences: list[Sequence]
-    mismatched: list[Sequence]  # KTO: prompts with another prompt's completion, for z₀
-    reward: float  # mean reward of all completions behind the batch
-    no_difference: float | None = None  # share of the groups behind it whose rewards are all the same
+    mismatched: list[Sequence]  # KTO: prompts with the completion of another prompt, for z₀
+    reward: float  # mean reward of the groups that the batch was made of
+    no_difference: float | None = None  # share of these groups whose rewards are all equal
 
 class Batches:
-    """The batches of a run, in order. Offline they are a function of the step; online they are made of
-    rollouts. `pending` holds those that are made and not yet trained on."""
+    """The batches of a run, in order. Offline they are a function of the step; online they are made from
+    rollouts. `pending` holds batches that were made but not yet trained on."""
 
     def __init__(self, config: Config, groups: list[Group], longest: int):
         self.config = config
         self.longest = longest
-        self.fingerprint = ""  # of the rows and the model, if somebody takes one
+        self.fingerprint = ""  # of the rows and the model; must be the same on resume
         self.loss = LOSSES[config.loss]
         self.pending = deque()
         self.made_until = 0  # the last step whose batch has been made
         self.prompts = len(groups)
-        self.pool = groups  # online prompts, offline units with their groups
+        self.pool = groups  # online: prompts; offline: units with their groups
         self.per_step = config.batch_size  # how many of them a step takes
-        if config.sample_every and self.loss.unit == "example":  # of which a prompt gives a group
+        if config.sample_every and self.loss.unit == "example":  # each prompt gives a whole group of examples
             self.per_step, rest = divmod(config.batch_size, config.group_size)
             require(not rest, f"--batch-size {config.batch_size} counts completions, which come in groups of "
                     f"--group-size {config.group_size}; use a multiple of it")
         if not config.sample_every:
-            require(all(group.completions for group in groups), "--data: prompts without completions, or "
-                    "without their labels; draw them with --sample-every 1")
+            require(all(group.completions for group in groups), "--data: some prompts have no completions "
+                    "or labels; sample completions with --sample-every 1")
             require(self.loss.unit == "example" or not any(group.labelled for group in groups), "--data: "
-                    "labelled completions make no pairs or groups; use --loss kto, or --sample-every 1")
+                    "labelled completions do not form pairs or groups; use --loss kto, or --sample-every 1")
             make_units(groups, config)
             self.pool = [(unit, group) for group in groups for unit in group.units]
-            require(self.pool, "--data: no row has a better and a worse completion to learn from")
-        require(self.per_step <= len(self.pool), f"--batch-size {config.batch_size}: a step takes "
-                f"{self.per_step} prompts, pairs or examples, and --data has {len(self.pool)}; lower it")
-        self.steps = config.steps or len(self.pool) // self.per_step  # of the whole run
-        self.order = []  # of the pool's members, over the run; each epoch has its own
+            require(self.pool, "--data: no row has both a better and a worse completion")
+        require(self.per_step <= len(self.pool), f"--batch-size {config.batch_size}: a step needs "
+                f"{self.per_step} prompts, pairs or examples, but --data has {len(self.pool)}; lower it")
+        self.steps = config.steps or len(self.pool) // self.per_step  # in the whole run
+        self.order = []  # indices into the pool; each epoch is shuffled anew
         needed = self.steps * self.per_step
         for epoch in range(math.ceil(needed / len(self.pool))):
             generator = torch.Generator().manual_seed(seed_for(config.seed, "order", epoch))
@@ -1594,7 +1604,7 @@ class Batches:
         del self.order[needed:]
 
     def of_steps(self, first: int, last: int) -> list:
-        """What the steps from `first` to `last` take from the pool: online the prompts to draw for."""
+        """The members of the pool for steps `first` to `last`; online, the prompts to sample from."""
         return [self.pool[i] for i in self.order[(first - 1) * self.per_step : last * self.per_step]]
 
     def next(self, step: int) -> Batch:
@@ -1604,13 +1614,13 @@ class Batches:
         return self.pending.popleft()
 
     def ahead(self, until: int) -> list[Batch]:
-        """The coming batches up to the step `until`, as far as they can be known now."""
+        """The next batches up to step `until`, as far as they are known yet."""
         if not self.config.sample_every:
             self.make(until)
         return [batch for batch in self.pending if batch.step <= until]
 
     def make(self, until: int, rollouts: list[Group] | None = None) -> None:
-        """Make the batches up to the step `until`: online of the rollouts of the prompts `of_steps`."""
+        """Make the batches up to step `until`; online, from the rollouts of the prompts `of_steps`."""
         first = self.made_until + 1
         if rollouts is not None:
             make_units(rollouts, self.config)
@@ -1633,7 +1643,7 @@ class Batches:
             self.made_until = step
 
     def mismatch(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Each prompt with the completion of the next sequence that has another prompt, for z₀."""
+        """Combine each prompt with the completion of the next sequence that has another prompt, for z₀."""
         mismatched = []
         for i, sequence in enumerate(sequences):
             for other in sequences[i + 1 :] + sequences[:i]:
@@ -1644,11 +1654,11 @@ class Batches:
         return mismatched
 
 def make_units(groups: list[Group], config: Config) -> None:
-    """Each group's completions as sequences, with their advantages in the group and, with --prior, to the
-    mean reward of all groups; and the units that the loss makes of them."""
+    """Turn the completions of each group into sequences with advantages, and these into the units of the
+    loss. --prior uses the mean reward of all groups."""
     loss = LOSSES[config.loss]
     mean_reward = fmean([fmean(group.rewards) for group in groups])
-    # The M_P and M_R of --perception sample are maxima over all tokens.
+    # M_P and M_R of --perception sample are maxima over all tokens.
     needs_all = (loss.needs_all or loss.unit != "group" or config.kl_beta > 0
                  or config.perception == "sample")
     for group in groups:
@@ -1656,7 +1666,7 @@ def make_units(groups: list[Group], config: Config) -> None:
         one_group = torch.zeros(len(rewards), dtype=torch.long)
         advantages = group_advantages(
             rewards, one_group, scale=config.scale_rewards, prior=config.prior, prior_mean=mean_reward)
-        advantages[advantages.abs() < 1e-9] = 0  # but for rounding there is no difference
+        advantages[advantages.abs() < 1e-9] = 0  # rounding errors
         group.sequences = []
         for i, completion in enumerate(group.completions):
             advantage = float(advantages[i])
@@ -1669,25 +1679,25 @@ def make_units(groups: list[Group], config: Config) -> None:
     loss.set_weights([sequence for group in groups for unit in group.units for sequence in unit], config)
 
 # ---------- Rollouts ----------------------------------------------------------------------------------------
-# Completions drawn from the policy, with their rewards.
+# Completions sampled from the policy, with their rewards.
 
-Completion = tuple[list[int], list[float]]  # token ids as they were drawn, and the log-prob of each
+Completion = tuple[list[int], list[float]]  # sampled token ids, and the log-prob of each
 
 class Sampler:
-    """Draws groups of completions from the policy and rewards them, for training and for measuring."""
+    """Samples groups of completions from the policy and rewards them, for training and for measurements."""
 
     def __init__(self, policy: Module, tokenizer: Any, config: Config):
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
-        with explained(f"--model {config.model}: its chat template fails", "put another in its folder"):
+        with explained(f"--model {config.model}: its chat template fails", "replace it in its folder"):
             self.stops = stop_ids(policy, tokenizer)
         self.longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
         self.vocabulary = set(range(len(policy.get_input_embeddings().weight)))
-        self.external = None  # draws instead of the policy's `generate`
-        is_asked = config.sample_every or config.eval_data is not None  # loading one may take its time
+        self.external = None  # a --sampler, used instead of `generate`
+        is_asked = config.sample_every or config.eval_data is not None  # loading a reward can take long
         self.reward = Reward(config) if is_asked else None
 
     def check_rows(self, rows: list[Row]) -> None:
-        """Raises UserError for the first row that lacks what the reward needs."""
+        """Raises UserError for the first row without a column that the reward needs."""
         name = self.config.reward
         columns = NEEDED_COLUMNS.get(name) if self.reward else None
         for row in rows if columns else ():
@@ -1696,9 +1706,9 @@ class Sampler:
 
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
                       greedy: bool = False) -> list[Group]:
-        """`size` completions with rewards for each prompt: plan the calls, draw, reward, gather. The draws
-        are a function of --seed, `step` and the calls, which --sample-tokens and the number of ranks decide.
-        `rows` are those that the prompts' `row` counts. UserError for a reward that never worked."""
+        """Sample `size` completions for each prompt and reward them. The samples are a function of --seed, of
+        `step` and of how calls are split, which --sample-tokens and the number of ranks decide. The `row` of
+        a prompt is an index into `rows`. Raises UserError if the reward failed on every sample so far."""
         repeated = [group for group in prompts for _ in range(size)]
         calls = self.plan_calls(repeated)
         if self.external:
@@ -1723,16 +1733,15 @@ class Sampler:
                             f"{self.reward.failure!r:.200}")
         rollouts = []
         for number, group in enumerate(prompts):
-            found = [everything[i] for i in range(number * size, (number + 1) * size)]
-            ids, logps, rewards = map(list, zip(*found))
+            ids, logps, rewards = map(list, zip(*(everything[number * size + i] for i in range(size))))
             failed = [reward is None for reward in rewards]
             rewards = [self.config.reward_failed if reward is None else reward for reward in rewards]
             rollouts.append(Group(group.row, group.prompt, ids, rewards, failed=failed, logps=logps))
         return rollouts
 
     def checked(self, drawn: list[Completion], count: int) -> list[Completion]:
-        """What a --sampler returned; ValueError where it is not `count` completions, each a list of token ids
-        up to and with the first stop token, or --max-new-tokens long, and a list of their log-probs."""
+        """Check what a --sampler returned. Raises ValueError unless it is `count` completions, each a list of
+        token ids that ends with the first stop token or is --max-new-tokens long, and their log-probs."""
         completions = []
         for ids, logps in drawn:
             whole = cut_at_stop([*ids, self.stops[0]], self.stops)[: self.config.max_new_tokens]
@@ -1740,12 +1749,13 @@ class Sampler:
             if is_whole and len(logps) == len(ids) and -math.inf < sum(logps) < 0.01:
                 completions.append((ids, [round(value, 5) for value in logps]))
         if not len(completions) == len(drawn) == count:
-            raise ValueError(f"{drawn!r:.80} is not {count} completions, each as token ids and log-probs")
+            raise ValueError(f"{drawn!r:.80} is not {count} completions of token ids and log-probs")
         return completions
 
     def plan_calls(self, repeated: list[Group]) -> dict[int, list[int]]:
-        """This rank's calls of `generate`, by their number among those of all ranks: places in `repeated`.
-        All ranks have equally many, as FSDP must: the surplus changes nothing."""
+        """Split sampling into calls of `generate`. Returns those of this rank: for the number of each call
+        among all ranks' calls, indices into `repeated`. All ranks have equally many, because FSDP requires
+        it; calls that are made twice change nothing."""
         most = math.ceil(len(repeated) / WORLD_SIZE)
         widths = [len(group.prompt) + self.config.max_new_tokens for group in repeated]
         calls = []
@@ -1758,7 +1768,7 @@ class Sampler:
 
     def draw(self, repeated: list[Group], calls: dict[int, list[int]], step: int,
              greedy: bool) -> dict[int, Completion]:
-        """The completions of this rank's calls of `generate`, by place."""
+        """The completions of this rank, by their index into `repeated`."""
         drawn = {}
         bar = tqdm(calls.items(), "drawing", leave=False, delay=1, disable=RANK > 0 or None)
         with gathered(self.policy) if self.config.shard else contextlib.nullcontext():
@@ -1770,30 +1780,31 @@ class Sampler:
 
 @contextlib.contextmanager
 def gathered(policy: Module) -> Iterator[None]:
-    """Sharded, each rank gets all weights at the first forward pass of a `with` and keeps them to its end:
-    otherwise `generate` gathers every layer for every token."""
+    """Inside this context, FSDP gathers all weights in the first forward pass and keeps them: otherwise
+    `generate` would gather every layer for every token."""
     policy.set_reshard_after_forward(False)
     try:
         yield
     finally:
         for module in policy.modules():
-            if hasattr(module, "set_reshard_after_forward"):  # FSDP has it
+            if hasattr(module, "set_reshard_after_forward"):  # an FSDP module
                 module.set_reshard_after_forward(True, recurse=False)
                 module.reshard()
 
 @torch.no_grad()
 def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: Config, seed: int,
            greedy: bool = False) -> list[Completion]:
-    """One completion per prompt from one call of `model.generate`: ids up to and with the first of `stops`,
-    and the log-prob of each under the distribution that it was drawn from, to five digits; one that ends
-    without a stop hit --max-new-tokens. The draws are a function of `seed`, and change no global state."""
+    """Sample one completion per prompt with one call of `model.generate`. Returns token ids, up to and
+    including the first of `stops` or --max-new-tokens long, and the log-prob of each token under the
+    distribution that it was drawn from, to five digits. The result is a function of `seed`; no global state
+    changes."""
     from transformers import GenerationConfig, TemperatureLogitsWarper, TopPLogitsWarper
-    pad = stops[0]  # padding is masked: any token that the model knows will do
+    pad = stops[0]  # any token of the model, as padding is masked
     generator = torch.Generator(policy.device).manual_seed(seed)
-    logps = []  # (N, 1) for each position
-    cumulative = torch.empty(0, dtype=torch.float64, device=policy.device)  # memory for all
+    logps = []  # one (N, 1) tensor per position
+    cumulative = torch.empty(0, dtype=torch.float64, device=policy.device)  # a buffer for all positions
 
-    # T and top-p are given here and not in `settings`, as those come behind what is given here.
+    # T and top-p are passed here because `generate` applies those in `settings` after our own processor.
     processors = []
     if config.temperature != 1 and not greedy:
         processors.append(TemperatureLogitsWarper(config.temperature))
@@ -1809,7 +1820,7 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
     mask = pad_sequence(mask, True, 0, padding_side="left").to(policy.device)
     was_training = policy.training
     model_settings = policy.generation_config
-    # What `settings` leaves out would come from the model's own, such as Qwen2.5's repetition penalty.
+    # Otherwise the model's own settings would fill in what is unset, such as Qwen2.5's repetition penalty.
     policy.generation_config = GenerationConfig()
     policy.eval()
     try:
@@ -1830,9 +1841,9 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
 
 def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor, logps: list[Tensor],
                 greedy: bool) -> Tensor:
-    """Scores that leave one token of each row: the likeliest, or the one at which the cumulative distribution
-    passes a random number. `generate`'s own way draws a number for each token of the vocabulary, which takes
-    a fifth of the whole time."""
+    """Choose one token per row, the most likely one or a sample, and return scores that allow no other.
+    Sampling looks up one random number in the cumulative distribution; `generate` itself would draw a number
+    for each token of the vocabulary, which takes a fifth of the sampling time."""
     probs = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     torch.cumsum(probs, -1, dtype=torch.float64, out=cumulative)
     total = cumulative[:, -1:]
@@ -1844,10 +1855,10 @@ def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor, 
     return scores.fill_(-math.inf).scatter_(1, tokens, 0.0)
 
 def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> Any:
-    """The keys and values of (N, T) prompts but for the last token of each, computed once where neighbours
-    are the same prompt; None where that is nowhere so, or where `can_share_prompts` or FSDP is against it.
-    Where a completion cannot be longer than the prompts, the cache has its full length from the start, in the
-    dtype of the multiplications: empty places cost less than a cache that grows with each token."""
+    """Keys and values of all but the last token of (N, T) prompts, computed once for equal neighbours.
+    Returns None if no neighbours are equal, with FSDP, or if prompts cannot be shared. If completions cannot
+    be longer than the prompts, the cache is allocated at full length, in the dtype of the matrix products:
+    that costs less than a cache that grows with each token."""
     from transformers import DynamicCache, StaticCache
     different, index = torch.cat([ids, mask], 1).unique_consecutive(dim=0, return_inverse=True)
     if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not config.shares_prompts:
@@ -1867,56 +1878,57 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> A
     return cache
 
 def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
-    """Up to and with the first of `stops`; without one, all."""
+    """Token ids up to and including the first of `stops`, or all of them."""
     return ids[:next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
 
 def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
-    """Token ids that end a completion, the one that ends offline completions first."""
+    """Token ids that end a completion. The first one is put at the end of offline completions."""
     configured = policy.generation_config.eos_token_id
     first = tokenizer.eos_token_id
     stops = {first, *(configured if isinstance(configured, list) else [configured])} - {None}
-    # What the chat template writes behind an answer, such as <end_of_turn>.
+    # The token that the chat template puts after an answer, such as <end_of_turn>.
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "humanline"}]
-    behind = render(tokenizer, turns).split("humanline")[-1].strip()
-    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    after = render(tokenizer, turns).split("humanline")[-1].strip()
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     if ids and ids[0] in stops | set(tokenizer.all_special_ids):
         first = ids[0]
     return [first, *sorted(stops - {first})]
 
 # ---------- Rewards -----------------------------------------------------------------------------------------
-# A number for each completion. What fails costs its sample --reward-failed, and never the run.
+# A number for each completion. A failure gives its sample --reward-failed and never stops the run.
 
 CONFIGS = Path(__file__).with_name("configs")
-NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # of which a row must have one
+NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # a row needs one of them
 
 class Reward:
-    """What --reward names, as a function(prompts, completions, rows) that gives a finite float for each
-    completion, or None where it failed. Prompts are lists of messages (dicts with a `role` and a `content`),
-    completions texts, rows dicts with all that the data has. UserError where it cannot be loaded."""
+    """The reward that --reward names, as a function(prompts, completions, rows) that returns a finite float
+    for each completion, or None where it failed. Prompts are lists of messages (dicts with `role` and
+    `content`), completions are strings, rows are dicts with all columns. Raises UserError if it cannot be
+    loaded."""
 
     def __init__(self, config: Config):
         self.config = config
-        self.worked, self.failure = False, None  # whether it ever gave a number, and why it did not
+        self.worked, self.failure = False, None  # whether it ever returned a number; why it did not
         path, _, name = config.reward.rpartition(":")
         if config.reward == "math":
             path, name = str(CONFIGS / "math_reward.py"), "math"
-            require(os.path.exists(path), f"--reward math needs {path}; copy that file there, too")
-        with explained("--reward-args", "write a JSON object, such as '{\"model\": \"NAME\"}'"):
+            require(os.path.exists(path), f"--reward math needs the file {path}; copy it there")
+        with explained("--reward-args", "pass a JSON object, such as '{\"model\": \"NAME\"}'"):
             settings = dict(json.loads(config.reward_args or "{}"))
         self.function = exact_reward
-        advice = "write FILE.py:function, a function(prompts, completions, rows) -> list of floats"
+        advice = "pass FILE.py:function, a function(prompts, completions, rows) -> list of floats"
         with explained(f"--reward {config.reward}", advice, math_verify="pip install math-verify"):
             if path:
                 self.function = FunctionProcess(path, name, config.reward_seconds, settings)
 
     def __call__(self, *samples: list) -> list[float | None]:
-        """Where rewarding all of them together fails, each is rewarded alone; what still fails, or is no
-        finite number, is None, and counts as --reward-failed. One warning counts them."""
+        """Reward all samples in one call; if that fails, one at a time. A sample that still fails, or whose
+        reward is not a finite number, gets None. One warning reports how many."""
         count = len(samples[0])
         try:
             values = self.function(*samples)
             if not isinstance(values, list) or len(values) != count:
-                raise ValueError(f"{values!r:.60} is no list of {count}")
+                raise ValueError(f"{values!r:.60} is not a list of {count} numbers")
             reasons = []
         except Exception as error:
             values = self.one_by_one(*samples)
@@ -1931,7 +1943,7 @@ class Reward:
         return [float(value) if is_good else None for value, is_good in zip(values, good)]
 
     def one_by_one(self, *samples: list) -> list:
-        """The value of each sample, or why there is none; no more are tried once three in a row are late."""
+        """The reward of each sample, or the reason why it failed; stops after three timeouts in a row."""
         values, late = [], 0
         for sample in zip(*samples):
             if late < 3:
@@ -1944,7 +1956,7 @@ class Reward:
         return values
 
 def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    """1 for a completion that equals the row's `answer`, or one of a list, white space around it aside."""
+    """1 for a completion that equals the row's `answer`, or one of its answers, up to surrounding spaces."""
     rewards = []
     for text, row in zip(completions, rows):
         answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
@@ -1952,9 +1964,10 @@ def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> lis
     return rewards
 
 class FunctionProcess:
-    """A function of the user's file in a process of its own, where it may hang, crash or exhaust its memory:
-    only the call fails. Beyond `seconds` it raises TimeoutError, and the process ends with all that it
-    started; the next call starts another. Returns a list; `settings` are further keyword arguments."""
+    """Calls a function of the user's file in a process of its own. If it hangs, crashes or runs out of
+    memory, only that call fails: after `seconds` it raises TimeoutError, the process is killed with
+    everything that it started, and the next call starts a new one. Returns a list; `settings` are extra
+    keyword arguments."""
 
     def __init__(self, path: str, name: str, seconds: float, settings: dict | None = None):
         self.path, self.name, self.seconds = os.path.abspath(path), name, seconds
@@ -1979,12 +1992,12 @@ class FunctionProcess:
                 child.kill()
             os._exit(1)
 
-        def call() -> tuple[list, str]:  # in the process, which imports nothing of this file
+        def call() -> tuple[list, str]:  # runs in the other process, which does not import this file
             try:
                 if "users_file" not in sys.modules:
-                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for training alone
                     threading.Thread(target=end_with_trainer, daemon=True).start()
-                    with contextlib.suppress(OSError):  # where no memory is left, Linux ends this one first
+                    with contextlib.suppress(OSError):  # out of memory, Linux kills this process first
                         Path("/proc/self/oom_score_adj").write_text("1000")
                     sys.path.insert(0, os.path.dirname(path))
                     spec = importlib.util.spec_from_file_location("users_file", path)
@@ -1993,20 +2006,20 @@ class FunctionProcess:
                 function = getattr(sys.modules["users_file"], name)
                 values = function(*arguments, **settings) if arguments else []
                 if not isinstance(values, list):
-                    values = values.tolist()  # of an array or a tensor
+                    values = values.tolist()  # an array or a tensor
                 return [value.item() if hasattr(value, "item") else value for value in values], ""
-            except BaseException as error:  # sys.exit() too
+            except BaseException as error:  # also sys.exit()
                 return [], f"{type(error).__name__}: {error}".splitlines()[0]
 
         try:
             values, failure = self.pool.submit(call).result(seconds)
-        except BaseException as error:  # it took too long, died, or there was a Ctrl-C
+        except BaseException as error:  # a timeout, a crash, or Ctrl-C
             self.pool.shutdown(kill_workers=True)
             self.pool = None
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"took longer than {seconds:.4g} s") from None
             if isinstance(error, BrokenExecutor):
-                raise RuntimeError("its process died: a crash, or no memory was left") from None
+                raise RuntimeError("its process died: it crashed or ran out of memory") from None
             raise
         if failure:
             raise RuntimeError(failure)
@@ -2015,30 +2028,30 @@ class FunctionProcess:
 # ---------- The reference -----------------------------------------------------------------------------------
 
 class Reference:
-    """π_ref: an earlier policy, and its log-probs of the batches to come. There is no second model.
+    """π_ref, an earlier policy, and its log-probs. There is no second model.
 
-    Its weights (with LoRA the adapters) lie in host memory, and before a step the policy borrows them for a
-    pass over the batch. That is right for any rule by which the reference follows the policy: write another
-    `sync`, call it when you like, and say lookahead=False.
+    The weights of the reference (with LoRA, its adapters) are kept in host memory. Before a step, they are
+    swapped into the policy for one pass over the batch. This works for any rule by which the reference
+    follows the policy: write another `sync`, call it when you like, and pass lookahead=False.
 
-    Lookahead saves most of this. At a sync the reference *is* the policy, so where the next sync is known,
-    one pass of the policy right then gives the log-probs of all batches up to it. The weights are put aside
-    only if some of these batches are still to be drawn, and borrowed once for all that a drawing brings."""
+    Lookahead avoids most of this work. At a sync the reference *is* the policy, so if the next sync is known,
+    one pass of the policy gives the log-probs of all batches before it. Weights are kept only if some of
+    these batches are still to be sampled, and then swapped in once for all batches of the same rollouts."""
 
     def __init__(self, policy: Module, batches: Batches, config: Config, lookahead: bool = True):
         self.policy, self.batches, self.config, self.lookahead = policy, batches, config, lookahead
-        self.until = 0  # the last step that is known to be the present reference's
-        self.weights: list[Tensor] | None = None  # in host memory; None: no batch will ask for them
-        self.parts = [p.detach() for p in trained(policy).values()]  # this rank's parts of the policy's
+        self.until = 0  # the last step that is known to use this reference
+        self.weights: list[Tensor] | None = None  # in host memory; None: no batch needs them
+        self.parts = [p.detach() for p in trained(policy).values()]  # this rank's part of the policy
         if config.shard:
             self.parts = [part.to_local() for part in self.parts]
 
     def sync(self, step: int) -> None:
-        """π_ref ← π_θ, as it is before the update of this step."""
+        """π_ref ← π_θ, before the update of this step."""
         if not self.config.needs_reference:
             return
         self.until = step
-        if self.lookahead:  # to the next sync
+        if self.lookahead:  # up to the next sync
             self.until = self.batches.steps
             if self.config.sync_k:
                 self.until = min(self.until, step + self.config.sync_k)
@@ -2048,7 +2061,7 @@ class Reference:
             self.weights = [part.to("cpu", copy=True) for part in self.parts]
 
     def score(self, batch: Batch) -> None:
-        """Before a step: see that its batch has the reference's log-probs."""
+        """Make sure that a batch has the log-probs of the reference; call it before each step."""
         sequences = batch.sequences + batch.mismatched
         lacks = any(sequence.ref_logps is None and not sequence.is_idle for sequence in sequences)
         if self.weights is None or not lacks:
@@ -2061,14 +2074,14 @@ class Reference:
             self.weights = None
 
     def swap_weights(self) -> None:
-        """Exchange the policy's weights and the reference's."""
+        """Exchange the weights of the policy and of the reference."""
         for i, part in enumerate(self.parts):
             present = part.to("cpu", copy=True)
             part.copy_(self.weights[i])
             self.weights[i] = present
 
 def score_by_sampler(policy: Module, batches: Batches, config: Config) -> None:
-    """Attach log μ to offline sequences whose sampler is unknown: the initial policy stands in for it."""
+    """Attach log μ to offline sequences. If the sampler is unknown, the initial policy stands in for it."""
     if (config.taper or LOSSES[config.loss].needs_sampler) and not config.sample_every:
         used = [sequence for i in sorted(set(batches.order)) for sequence in batches.pool[i][0]]
         unknown = [sequence for sequence in used if sequence.sampler_logps is None]
@@ -2077,7 +2090,7 @@ def score_by_sampler(policy: Module, batches: Batches, config: Config) -> None:
 
 def attach_logps(name: Literal["ref_logps", "old_logps"], policy: Module, batches: Iterable[Batch],
                  config: Config) -> None:
-    """Give the sequences of these batches the log-probs of the policy as it is."""
+    """Attach the log-probs of the current policy to the sequences of these batches."""
     for batch in batches:
         for sequences in (batch.sequences, batch.mismatched):
             active = [sequence for sequence in sequences if not sequence.is_idle]
@@ -2088,7 +2101,7 @@ def attach_logps(name: Literal["ref_logps", "old_logps"], policy: Module, batche
 
 @torch.no_grad()
 def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) -> list[Tensor]:
-    """log π_θ(y_t | x, y_<t) of each sequence's completion, (len(completion),), on every rank's CPU."""
+    """log π_θ(y_t | x, y_<t) of each completion, (len(completion),), on the CPU of every rank."""
     parts = {id(sequence): torch.zeros(len(sequence.completion), device=policy.device)
              for sequence in sequences}
     cuts = microbatches(policy, sequences, config)
@@ -2108,8 +2121,8 @@ def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) ->
 
 def microbatches(policy: Module, sequences: list[Sequence], config: Config, step: int = 0,
                  z0: Tensor | None = None) -> list[Microbatch]:
-    """This rank's share of the sequences, at most --microbatch-tokens at a time. Sharded, all ranks must
-    compute as many: one with fewer computes one of another's again, which counts nothing."""
+    """This rank's share of the sequences in microbatches of at most --microbatch-tokens. With FSDP, all ranks
+    need equally many: a rank with fewer repeats one of them with a share of 0."""
     if not sequences:
         return []
     cuts = cut(sequences, config)
@@ -2124,7 +2137,7 @@ def microbatches(policy: Module, sequences: list[Sequence], config: Config, step
 
 def make_microbatch(packed: list[Packed], device: torch.device, step: int = 0, mean_surprisal: float = 0.0,
                     z0: Tensor | None = None) -> Microbatch:
-    """The record of a step as it is before the forward pass; the one place where completions are padded."""
+    """The record of a step before the forward pass. Only here are completions padded."""
     sequences = list(itertools.chain(*packed))
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device, non_blocking=True)
@@ -2138,15 +2151,15 @@ def make_microbatch(packed: list[Packed], device: torch.device, step: int = 0, m
     return Microbatch(packed=packed, mask=mask, step=step, mean_surprisal=mean_surprisal, z0=z0, **columns)
 
 def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
-    """For each rank a list of microbatches, each a list of rows of the forward pass. All ranks make the same
-    cuts.
+    """For each rank a list of microbatches, each a list of rows of the forward pass. All ranks compute the
+    same result.
 
-    A DPO pair stays together. Neighbours with one prompt share a row. That computes the prompt once, but
-    attention runs over the whole row: up to three prompts long, that is at most 9/8 of what it costs in rows
-    of their own, and up to 256 tokens it is little next to all else. Longer rows do not pay."""
+    The two halves of a pair stay together. Neighbours with the same prompt share a row, which computes the
+    prompt once, but attention covers the whole row. In rows of up to three times the prompt, that is at most
+    9/8 of the attention of separate rows, and up to 256 tokens it hardly matters; longer rows do not pay."""
     in_pairs = LOSSES[config.loss].unit == "pair"
     width = lambda row: len(row[0].prompt) + sum(len(sequence.completion) for sequence in row)
-    units = []  # what stays together: a row, or the one or two rows of a pair
+    units = []  # what stays together: one row, or both rows of a pair
     for i, sequence in enumerate(sequences):
         is_second = in_pairs and i % 2 == 1
         row = units[-1][-1] if is_second or (units and not in_pairs) else []
@@ -2160,7 +2173,7 @@ def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
             units.append([[sequence]])
     units.sort(key=lambda unit: sum(map(width, unit)), reverse=True)
     cuts = []
-    for i in range(WORLD_SIZE):  # dealt out, so that the ranks have like work
+    for i in range(WORLD_SIZE):  # in turn, so that ranks have similar work
         share = units[i::WORLD_SIZE]
         widths = [max(map(width, unit)) for unit in share]
         packed = pack(widths, config.microbatch_tokens, heights=[len(unit) for unit in share])
@@ -2168,10 +2181,10 @@ def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
     return cuts
 
 def pack(widths: list[int], tokens: float, heights: list[int] | None = None) -> list[list[int]]:
-    """Indices of things of like widths, each `heights` rows (1) high, in packs of at most `tokens` tokens
-    with padding, or of one thing. The widest come first."""
+    """Group items of similar width into packs of at most `tokens` tokens, padding included, or of one item.
+    Item i has heights[i] rows (default: 1). Returns lists of indices, the widest items first."""
     packed = []
-    height = widest = 0  # of the present pack, whose first thing is the widest
+    height = widest = 0  # of the current pack, whose first item is the widest
     for i in sorted(range(len(widths)), key=lambda i: widths[i], reverse=True):
         rows = heights[i] if heights else 1
         if not packed or (height + rows) * widest > tokens:
@@ -2183,17 +2196,17 @@ def pack(widths: list[int], tokens: float, heights: list[int] | None = None) -> 
     return packed
 
 def log_probs(model: Module, packed: list[Packed], temperature: float = 1.0) -> Tensor:
-    """log π(y_t | x, y_<t) of every completion token: (N, T), a sequence a row, from the left, 0 behind it.
-    The model can be any causal language model of transformers whose logits are hidden states times output
-    embeddings. Precision is the caller's, by autocast.
+    """log π(y_t | x, y_<t) of every completion token, as an (N, T) tensor with one sequence per row, aligned
+    to the left and followed by zeros. Works with any causal language model of transformers whose logits are
+    hidden states times output embeddings. The caller chooses the precision with autocast.
 
-    Rows are padded on the right, so that no completion token attends to padding. Sequences a, b of one row
-    share their prompt p, of which only the last token comes again, before each completion:
+    Rows are padded on the right, so no completion token attends to padding. Sequences a and b in one row
+    share their prompt p; only its last token is repeated before each completion:
 
         ids        p1 p2 p3   p4 a1 a2   p4 b1
         labels      -  -  -   a1 a2 a3   b1 b2
         positions   0  1  2    3  4  5    3  4
-        segments    0  0  0    1  1  1    2  2    a token attends to segment 0 and its own, up to itself
+        segments    0  0  0    1  1  1    2  2    attention is causal, within segment 0 and its own
     """
     table = []
     for sequences in packed:
@@ -2219,7 +2232,7 @@ def log_probs(model: Module, packed: list[Packed], temperature: float = 1.0) -> 
         layout["position_ids"] = move(positions)
     compute = getattr(model, "completion_logps", functools.partial(completion_logps, model))
     logps = compute(move(ids), labels, temperature, **layout)  # (rows, width), at the labels
-    # The labels have stayed on the CPU, so that finding their places keeps no GPU waiting.
+    # Labels stay on the CPU, so that looking for their places does not synchronize with the GPU.
     places = (labels != -100).flatten().nonzero()[:, 0]
     values = logps.flatten().index_select(0, move(places))
     lengths = [len(sequence.completion) for sequences in packed for sequence in sequences]
@@ -2227,9 +2240,9 @@ def log_probs(model: Module, packed: list[Packed], temperature: float = 1.0) -> 
 
 def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: float = 1.0,
                      **layout: Tensor) -> Tensor:
-    """Log-probs of `labels` (N, T) from token ids (N, T), by the model's trunk and its output head: (N, T).
+    """Log-probs of `labels` (N, T) from token ids (N, T), by the model's body and its output head: (N, T).
 
-    layout: position_ids (N, T) and attention_mask (N, 1, T, T), where rows hold more than one sequence."""
+    layout: position_ids (N, T) and attention_mask (N, 1, T, T), if rows hold more than one sequence."""
     hidden = model.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
     head = model.get_output_embeddings()
     text = model.config.get_text_config()
@@ -2242,18 +2255,19 @@ def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: fl
 
 def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap: float | None = None,
                 chunk_size: int = 512, temperature: float = 1.0) -> Tensor:
-    """(N, T) log-probabilities of `labels` in nats, from the hidden states that predict them; else 0.
+    """(N, T) log-probabilities of `labels` in nats, from the hidden states that predict them, and 0
+    elsewhere.
 
-    Only positions with a label meet the output head, `chunk_size` of them at a time, so that memory grows
-    with chunk_size x vocabulary and not with the batch. Computed in float32 (float64 for float64 input).
-    Paste with `TokenLogps`.
+    The output head is applied only where there is a label, to `chunk_size` positions at a time, so memory
+    grows with chunk_size x vocabulary and not with the batch. Computed in float32 (in float64 for float64
+    input). To use it elsewhere, copy `TokenLogps` as well.
 
     Args:
         hidden: (N, T, D) final hidden states; hidden[:, t] predicts labels[:, t].
-        lm_head_weight: (V, D) output embeddings, tied or not; a head with a bias (GPT-J, Phi-2) is another.
+        lm_head_weight: (V, D) output embeddings, tied or not; heads with a bias (GPT-J, Phi-2) do not work.
         labels: (N, T) token ids; -100 is ignored.
-        softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2.
-        temperature: then they are divided by this, as they were for sampling.
+        softcap: replaces logits by softcap * tanh(logits / softcap), as in Gemma 2.
+        temperature: divides the logits afterwards, as in sampling.
     """
     places = (labels != -100).flatten().nonzero()[:, 0]
     labels = labels.flatten()[places].to(hidden.device, non_blocking=True)
@@ -2269,7 +2283,7 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap:
 
 class TokenLogps(torch.autograd.Function):
     """log softmax(softcap(h Wᵀ) / T)[label] of M tokens, `chunk` rows of logits at a time. The last two
-    chunks wait for the backward pass, which computes the others anew: half the time of checkpointing."""
+    chunks are kept for the backward pass, which recomputes the others: half the time of checkpointing."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, softcap, temperature, chunk):
@@ -2295,7 +2309,7 @@ class TokenLogps(torch.autograd.Function):
         d_weight = torch.zeros_like(weight) if needs_weight else None
         out = None
         kept = ctx.kept
-        ctx.kept = []  # a second backward pass computes all chunks anew
+        ctx.kept = []  # a second backward pass recomputes all chunks
         for start in reversed(range(0, len(labels), ctx.chunk)):
             here = slice(start, start + ctx.chunk)
             rows = hidden[here]
@@ -2305,7 +2319,7 @@ class TokenLogps(torch.autograd.Function):
                 label = labels[here, None]
                 out, scale, _ = TokenLogps.of_chunk(out, rows, weight, label, *ctx.settings)
             d_logits = out.to(weight.dtype)
-            factor = -grad[here, None] / scale  # on the short side of each product
+            factor = -grad[here, None] / scale  # applied to the smaller factor of each product
             d_hidden[here] = (d_logits @ weight) * factor
             if needs_weight:
                 d_weight.addmm_(d_logits.T, (rows * factor).to(weight.dtype))
@@ -2313,7 +2327,7 @@ class TokenLogps(torch.autograd.Function):
 
     @staticmethod
     def of_chunk(out, hidden, weight, labels, softcap, temperature):
-        """For n tokens: -d log-prob / d logits times a scale (n, V), that scale and the log-probs (n, 1)."""
+        """For n tokens: -scale * d log-prob / d logits (n, V), the scale (n, 1) and the log-probs (n, 1)."""
         if out is None or len(out) < len(hidden):
             dtype = torch.promote_types(weight.dtype, torch.float32)
             out = torch.empty(len(hidden), len(weight), dtype=dtype, device=hidden.device)
@@ -2338,40 +2352,40 @@ class TokenLogps(torch.autograd.Function):
         return out, scale * temperature, logps
 
 # ---------- Ranks -------------------------------------------------------------------------------------------
-# One process per GPU, started by torchrun; without it, one process. Every rank knows every batch whole (token
-# ids are small) and works on its share of it, so that what is exchanged is sums.
+# torchrun starts one process per GPU; without it there is one process. Every rank knows every whole batch
+# (token ids are small) and works on its share, so ranks exchange only sums.
 
-RANK, WORLD_SIZE = 0, 1  # which of how many processes this is; `join_ranks` sets them
+RANK, WORLD_SIZE = 0, 1  # set by `join_ranks`
 
 def join_ranks() -> torch.device:
-    """Join the other ranks where torchrun started this process; returns the device to work on."""
+    """Join the other ranks if torchrun started this process, and return the device to use."""
     global RANK, WORLD_SIZE
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         count = torch.cuda.device_count()
-        require(device.index < count, f"rank {device.index} has no GPU; say --nproc_per_node {count}")
+        require(device.index < count, f"rank {device.index} has no GPU; pass --nproc_per_node {count}")
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        # A name for each start: after a restart torchrun's store still holds the addresses of the dead.
+        # A prefix for each restart, because torchrun's store still holds the addresses of the old processes.
         store, this_rank, ranks = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        patience = datetime.timedelta(hours=4)  # while one writes a large model, or its engine starts anew
+        patience = datetime.timedelta(hours=4)  # one may write a large model, or restart an engine
         store.set_timeout(patience)
         dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, timeout=patience)
         RANK, WORLD_SIZE = this_rank, ranks
     return device
 
 def gather_from_ranks(value: Any) -> list:
-    """Every rank's object, on every rank."""
+    """The objects of all ranks, on every rank."""
     values = [value] * WORLD_SIZE
     if WORLD_SIZE > 1:
         dist.all_gather_object(values, value)
     return values
 
 def from_first_rank(make: Callable[[], Any]) -> Any:
-    """make() of rank 0, or the UserError that it raises, on every rank."""
+    """The result of make() on rank 0, or the UserError that it raises, on every rank."""
     try:
         made = make() if RANK == 0 else None
     except UserError as error:
@@ -2383,7 +2397,7 @@ def from_first_rank(make: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def ranks_in_turn() -> Iterator[None]:
-    """A machine's ranks one after the other: the next finds what one builds, and memory holds one copy."""
+    """Run the ranks of a machine one after the other, so that its memory holds one copy of the model."""
     my_turn = int(os.environ.get("LOCAL_RANK", 0))
     for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", my_turn + 1))):
         if turn == my_turn:
@@ -2392,7 +2406,7 @@ def ranks_in_turn() -> Iterator[None]:
             dist.barrier()
 
 def seed_for(*parts: int | str) -> int:
-    """A seed for what the parts name: all randomness is a function of --seed, the step and what it is for."""
+    """A seed derived from --seed, the step and a purpose. All randomness is seeded this way."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
 
 
@@ -2406,11 +2420,11 @@ def copy_full(target: Tensor, value: Tensor) -> None:
     target.copy_(value)
 
 # ---------- Checkpoints and the final folder ----------------------------------------------------------------
-# A folder written beside and renamed, with the hash of every file; safetensors and JSON, never a pickle.
+# A folder is written under another name and renamed, with a hash of every file. No pickles.
 
 def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference, step: int) -> None:
-    """Write everything that the next step depends on, and remove what --keep does not ask for. Rank 0 writes,
-    tensors whole, so that any number of ranks can read. What cannot be written costs a warning."""
+    """Write everything that the next step depends on, and remove old checkpoints beyond --keep. Rank 0 writes
+    whole tensors, which any number of ranks can read. If writing fails, print a warning and go on."""
     from safetensors.torch import save_file
     policy, batches, config = reference.policy, reference.batches, reference.config
     tensors = gather_whole(weights_and_moments(policy, optimizer))
@@ -2423,32 +2437,33 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
                  has_reference=reference.weights is not None, batches=list(batches.pending))
 
     def as_json(value: Any) -> dict:
-        """Of a tensor the name under which it is kept; of a batch or sequence its fields."""
+        """The fields of a batch or sequence; for a tensor, the name under which it is saved."""
         if not isinstance(value, Tensor):
             return vars(value)
         name = f"batches:{len(tensors)}"
-        tensors[name] = value.clone()  # two sequences may share it, and safetensors refuses that
+        tensors[name] = value.clone()  # safetensors rejects tensors that share memory
         return {"tensor": name}
 
     if RANK != 0:
         return
     text = json.dumps(state, default=as_json)
     try:
-        shutil.rmtree(path, ignore_errors=True)  # a damaged one, which was not resumed from
+        shutil.rmtree(path, ignore_errors=True)  # a damaged checkpoint of the same step
         with new_folder(path) as folder:
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(text)
             (folder / "files.json").write_text(json.dumps(dict(format=FORMAT) | hashes(folder.iterdir())))
     except Exception as error:  # safetensors has an exception of its own for a full disk
-        warn(f"could not write {path}: {error}; what was saved before stays")
+        warn(f"could not write {path}: {error}; earlier checkpoints are kept")
         return
     saved = sorted(path.parent.glob("step-*"))
-    kept = [old for old in saved if old <= path][-config.keep :]  # later ones: damaged, or undone
+    kept = [old for old in saved if old <= path][-config.keep :]  # later ones are damaged or outdated
     for old in set(saved) - set(kept):
         shutil.rmtree(old)
 
 def weights_and_moments(policy: Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What a step of the optimizer changes, by kind (policy, step, exp_avg, exp_avg_sq) and parameter."""
+    """All tensors that an optimizer step changes, by kind (policy, step, exp_avg, exp_avg_sq) and
+    parameter."""
     tensors = {}
     for name, p in trained(policy).items():
         tensors[f"policy:{name}"] = p
@@ -2457,52 +2472,53 @@ def weights_and_moments(policy: Module, optimizer: torch.optim.Optimizer) -> dic
     return tensors
 
 def gather_whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, gathered from all ranks, in the host memory of rank 0; on the others none."""
+    """Copies, gathered from all ranks, in the host memory of rank 0; the other ranks get none."""
     copies = {}
     for name, tensor in tensors.items():
         value = tensor.detach()
         if isinstance(value, DTensor):
-            value = value.full_tensor()  # all ranks must ask
+            value = value.full_tensor()  # all ranks must call it
         if RANK == 0:
             copies[name] = value.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copies
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which then becomes `path` by a rename, so that `path` is whole or not there."""
+    """A temporary folder that is renamed to `path` at the end, so that `path` is complete or does not
+    exist."""
     folder = path.with_name(f".{path.name}-{time.time_ns()}")
     folder.mkdir(parents=True)
     try:
         yield folder
         for file in folder.iterdir():
-            file.chmod(0o644)  # those of safetensors are the owner's alone
+            file.chmod(0o644)  # safetensors makes them readable by the owner only
         folder.rename(path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 def hashes(paths: Iterable[Path]) -> dict[str, str]:
-    """The SHA-256 of those that are files, by name."""
-    found = {}
+    """SHA-256 of all that are files, by name."""
+    by_name = {}
     for path in sorted(paths):
         if path.is_file():
             with path.open("rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                by_name[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return by_name
 
 def find_damage(folder: Path) -> str:
-    """What is wrong with a folder whose hashes were written, or ""."""
+    """What is wrong with a checkpoint, or "" if nothing is."""
     try:
         written = json.loads((folder / "files.json").read_text())
-        found = hashes(folder.iterdir())
+        present = hashes(folder.iterdir())
     except (OSError, ValueError) as error:
-        return f"not a whole checkpoint ({error})"
+        return f"not a complete checkpoint ({error})"
     if written.pop("format", None) != FORMAT:
-        return "written by another version of humanline.py, which can go on with it"
-    damaged = [name for name in written if written[name] != found.get(name)]
+        return "written by another version of humanline.py; resume with that version"
+    damaged = [name for name in written if written[name] != present.get(name)]
     return f"damaged: {', '.join(damaged)}" if damaged else ""
 
 def find_checkpoint(config: Config, out: Path) -> Path | None:
-    """What --resume names: the newest whole checkpoint of --out, if there is one, or the one at a path."""
+    """The checkpoint to resume from: the newest undamaged one of --out, if there is one, or a path."""
     if config.resume is None:
         return None
     paths = [Path(config.resume)]
@@ -2513,18 +2529,18 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
         if not damage:
             return path
         require(config.resume == "latest", f"{path}: {damage}")
-        warn(f"{path}: {damage}; trying the one before")
+        warn(f"{path}: {damage}; trying the previous one")
     return None
 
-# What may differ between a run and its resume: what it writes, and what changes no result.
+# Settings that may change on resume: what is written, and what does not affect the result.
 FREE_ON_RESUME = ("out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
                   "microbatch_tokens compile shard checkpoint_activations track").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
-    """Put everything back; returns the step that was the last. Raises UserError where the settings differ."""
+    """Restore everything and return the step of the checkpoint. Raises UserError if settings differ."""
     from safetensors import safe_open
     policy, batches, config = reference.policy, reference.batches, reference.config
-    tensors = safe_open(path / "tensors.safetensors", framework="pt")  # reads one when it is asked for
+    tensors = safe_open(path / "tensors.safetensors", framework="pt")  # reads tensors one by one
 
     def from_json(item: dict) -> Any:
         if "tensor" in item:
@@ -2542,8 +2558,8 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
                 f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with its own "
                 "config.toml")
     require(state["data"] == batches.fingerprint,
-            f"--resume {path}: since then --data, the weights or the chat template of --model, or the file "
-            "of --reward or --sampler have changed")
+            f"--resume {path}: --data, the weights or chat template of --model, or the file of --reward or "
+            "--sampler have changed since; restore them")
 
     if state["has_reference"]:
         for name, p in trained(policy).items():
@@ -2560,7 +2576,7 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     return state["step"]
 
 def final_weights(policy: Module, config: Config) -> dict[str, Tensor]:
-    """What a folder of the model holds, by name: weights and buffers, a tied head once; or the adapters."""
+    """The tensors of the final folder by name: weights and buffers, a tied head once; or the adapters."""
     if config.lora:
         return gather_whole(trained(policy))
     every = dict(policy.named_parameters(remove_duplicate=False))
@@ -2575,14 +2591,14 @@ pipeline_tag: text-generation
 ---
 
 `{model}` after {steps} steps of {loss}, by [Humanline](https://arxiv.org/abs/2509.24207).
-With these settings `humanline.py --config` repeats the run:
+`humanline.py --config` repeats the run with these settings:
 
 ```toml
 {settings}```
 """
 
 def save_final(path: Path, policy: Module, tokenizer: Any, config: Config, steps: int) -> None:
-    """An ordinary Hugging Face folder, or with --lora a peft folder."""
+    """Write an ordinary Hugging Face folder, or with --lora a peft folder."""
     weights = final_weights(policy, config)
     if RANK != 0:
         return
@@ -2595,12 +2611,13 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config, steps
             tokenizer.save_pretrained(folder)
             (folder / "README.md").write_text(card, encoding="utf-8")
     except Exception as error:  # safetensors has an exception of its own for a full disk
-        raise OSError(f"could not write {path} ({error}); make room, then --resume latest") from error
+        text = f"could not write {path} ({error}); free some space, then pass --resume latest"
+        raise OSError(text) from error
 
 # ---------- The command line --------------------------------------------------------------------------------
 
 class UserError(Exception):
-    """Something that the user can put right; printed as one line, exit status 2."""
+    """An error that the user can fix; printed as one line, with exit status 2."""
 
 def require(condition: Any, message: str) -> None:
     if not condition:
@@ -2617,52 +2634,52 @@ def print_anything() -> None:
             stream.reconfigure(errors="replace")
 
 def main(argv: list[str] | None = None) -> int:
-    """The whole program; returns the exit status."""
+    """Run the program and return its exit status."""
     print_anything()
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         if config.resume == "latest" and Path(config.out, "final").exists():
-            return leave(0, f"{config.out} is finished already; the model is in {config.out}/final")
+            return leave(0, f"{config.out} is already finished; the model is in {config.out}/final")
         run = train(config)
         if RANK == 0:
             print(last_line(run))
         if run.stopped_at and run.signals:
-            return leave(128 + max(run.signals))  # as the shell says of a process that a signal ended
+            return leave(128 + max(run.signals))  # the shell's convention for signals
         return leave(0)
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # one line, from rank 0, if it has the same to say
+            time.sleep(3)  # usually rank 0 reports the same error and ends all ranks
         return leave(2, f"error: {error}")
     except (FloatingPointError, MemoryError, OSError) as error:
         return leave(1, f"stopped: {str(error) or 'out of memory'}")
     except RuntimeError as error:
-        if not re.search("out of memory|allocate memory", str(error)):  # a GPU's words, and a CPU's
+        if not re.search("out of memory|allocate memory", str(error)):  # as CUDA and the CPU say it
             raise
         return leave(1, f"stopped: {str(error).splitlines()[0]:.200}; try --microbatch-tokens "
                      f"{config.microbatch_tokens // 2}, a lower --sample-tokens or --max-length, "
                      "--checkpoint-activations, --lora 16 or --shard")
-    except KeyboardInterrupt:  # before the first step, or a second one
-        return leave(130, "stopped at once; what was saved before stays")
+    except KeyboardInterrupt:  # before the first step, or the second Ctrl-C
+        return leave(130, "stopped at once; earlier checkpoints are kept")
 
 def leave(status: int, message: str = "") -> int:
-    """Say why, and part from the other ranks; returns the exit status."""
+    """Print a message, leave the process group, and return the exit status."""
     if message:
         print(f"humanline.py: {message}", file=sys.stderr)
     if status and WORLD_SIZE > 1 and torch.cuda.is_initialized():
         sys.stdout.flush()
-        os._exit(status)  # NCCL's own end would wait for ranks that wait for this one; torchrun ends them
+        os._exit(status)  # NCCL would wait for the other ranks; torchrun ends them
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
 
 def parse_config(argv: list[str]) -> Config:
-    """Flags over --config, or over the settings of the demo, over defaults."""
-    words = [part for word in argv for part in word.split("=", 1)]  # --flag_name=VALUE is --flag-name VALUE
+    """Flags override --config or the settings of the demo, which override the defaults."""
+    words = [part for word in argv for part in word.split("=", 1)]  # --flag=VALUE is --flag VALUE
     typed = {word.replace("_", "-"): value for word, value in itertools.pairwise([*words, ""])}
-    require(words.count("--data") < 2, "--data is there twice; write --data ONE OTHER")
+    require(words.count("--data") < 2, "--data appears twice; write --data FIRST SECOND")
     parts = sorted({"--sync-k", "--perception"} & typed.keys())
     require("--no-humanline" not in typed or not parts,
-            f"{' and '.join(parts)}: --no-humanline is without it; for a part alone switch off the other")
+            f"{' and '.join(parts)}: --no-humanline turns it off; to use one part, turn off the other")
     settings = None
     if "--config" in typed:
         settings = read_config(typed["--config"])
@@ -2671,31 +2688,31 @@ def parse_config(argv: list[str]) -> Config:
     config = parse_flags(argv if settings is None else settings + argv)
     for name in config.given:
         require(does_read(config.loss, name),
-                f"--loss {config.loss} does not read {flag_of(name)}; leave it out")
+                f"--loss {config.loss} does not use {flag_of(name)}; omit it")
     return config
 
 def does_read(loss: str, setting: str) -> bool:
-    """Whether a setting has an effect with this loss."""
+    """True if a setting has an effect with this loss."""
     if setting in ("sync_k", "perception", "taper"):
         return LOSSES[loss].needs_reference
     is_of_some = any(setting in entry.settings.split() for entry in LOSSES.values())
     return not is_of_some or setting in LOSSES[loss].settings.split()
 
 def demo_settings(loss: str) -> list[str]:
-    """The demo's settings for a loss, as flags. A loss without a file of its own takes those of the loss with
-    the same unit that it reads."""
+    """The settings of the demo for a loss, as flags. A loss without a file of its own uses that of GRPO, DPO
+    or KTO, whichever has the same unit, as far as it reads the settings."""
     require(loss in LOSSES, f"--loss {loss}: {suggest(loss, LOSSES)}")
     path = CONFIGS / "demo" / f"{loss}.toml"
     if not path.exists():
         like = dict(group="grpo", pair="dpo", example="kto")[LOSSES[loss].unit]
         path = path.with_stem(like)
     require(path.exists(),
-            f"--model and --data name nothing, and the demo, {path.parent}, is not there; give both")
+            f"pass --model and --data; the demo needs the folder {path.parent}, which is missing")
     unread = {field.name for field in dataclasses.fields(Config) if not does_read(loss, field.name)}
     return read_config(str(path), without={"loss", *unread})
 
 def parse_flags(args: list[str], kind: Any = Config) -> Any:
-    """tyro's parse of `args` as a `kind`, its complaints folded into one line."""
+    """Parse `args` with tyro, and report its errors in one line."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -2710,10 +2727,10 @@ def parse_flags(args: list[str], kind: Any = Config) -> Any:
     raise UserError(f"{text}; see --help")
 
 def read_config(path: str, without: Iterable[str] = ()) -> list[str]:
-    """The settings of a TOML file as flags, but for those named in `without`."""
-    with explained(f"--config {path}", "name a file of settings that is valid TOML"):
+    """The settings of a TOML file as flags, except those in `without`."""
+    with explained(f"--config {path}", "pass a valid TOML file of settings"):
         table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    names = {one.name for one in dataclasses.fields(Config)} - {"config"}
+    names = {field.name for field in dataclasses.fields(Config)} - {"config"}
     args = []
     for key, value in table.items():
         name = key.replace("-", "_")
@@ -2731,7 +2748,7 @@ def read_config(path: str, without: Iterable[str] = ()) -> list[str]:
     return args
 
 def find_file(spec: str) -> str:
-    """A file or folder that settings name: where there is none from here, the one beside humanline.py."""
+    """Resolve a path in settings: relative to the working directory, or else to this file."""
     path = spec.partition(":")[0]
     home = Path(__file__).parent
     return spec if Path(path).exists() or not (home / path).exists() else str(home / spec)
@@ -2739,36 +2756,36 @@ def find_file(spec: str) -> str:
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, sorted(known), n=1)
-    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(known))}"
+def suggest(word: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, sorted(names), n=1)
+    return f"did you mean '{close[0]}'?" if close else f"choose one of {', '.join(sorted(names))}"
 
 def check_config(config: Config) -> None:
-    """Raises UserError for a value that makes no sense, naming the flag and what to type instead."""
+    """Raises UserError for the first invalid value."""
     for (least, most), names in RANGES.items():
         for name in names.split():
             value = getattr(config, name)
             require(value is None or least <= value <= most,
-                    f"{flag_of(name)} is {value}; it must lie from {least:g} to {most:g}")
-    require(config.log_eps_p < config.log_eps_r, f"--log-eps-p {config.log_eps_p} is not below --log-eps-r "
-            f"{config.log_eps_r}; the clip's lower end comes first")
+                    f"{flag_of(name)} is {value}; it must be from {least:g} to {most:g}")
+    require(config.log_eps_p < config.log_eps_r, f"--log-eps-p {config.log_eps_p} must be below --log-eps-r "
+            f"{config.log_eps_r}")
     require(re.fullmatch(r"exact|math|.+\.py:\w+", config.reward),
-            f"--reward {config.reward}: write exact, math or FILE.py:function; a reward model is "
-            "configs/model_reward.py:score, a sum of several configs/rewards.py:math_recipe")
+            f"--reward {config.reward}: pass exact, math or FILE.py:function, such as the "
+            "reward model configs/model_reward.py:score")
     require(config.prompt_template is None or "{prompt}" in config.prompt_template,
-            "--prompt-template has no {prompt}, the place where the row's prompt goes")
+            "--prompt-template must contain {prompt}")
     require(not config.sample_every or config.group_size > 1,
-            "--group-size 1 leaves nothing to compare; use 2 or more")
+            "--group-size must be at least 2 to compare completions")
     require(re.fullmatch(r"generate|.+\.py:\w+", config.sampler),
-            f"--sampler {config.sampler}: write generate or FILE.py:function, say configs/external.py:vllm")
+            f"--sampler {config.sampler}: pass generate or FILE.py:function, like configs/external.py:vllm")
     require(config.resume != "latest" or config.out,
-            "--resume latest looks in the run's folder; name it with --out")
+            "--resume latest needs the folder of the run; pass --out")
 
-FORMAT = 1  # of a run's folder: raised where an older one can no longer be resumed
+FORMAT = 1  # of run folders; increased when older ones can no longer be resumed
 TOML_HEAD = f"# python humanline.py --config THIS_FILE repeats the run. Format {FORMAT}.\n"
 
 def to_toml(config: Config) -> str:
-    """What was set, as TOML that --config reads back. Where the run lies is left to the next one."""
+    """All settings that differ from their defaults, as TOML for --config, without the folder of the run."""
     lines = [TOML_HEAD]
     for name, value in config.given.items():
         if name not in ("out", "config", "resume"):
@@ -2777,7 +2794,7 @@ def to_toml(config: Config) -> str:
     return "".join(lines)
 
 def in_words(config: Config) -> str:
-    """The loss and its form: plain, humanline or one of its parts, and what is not in the paper."""
+    """The loss and its form, such as "GRPO, humanline with taper"."""
     if not LOSSES[config.loss].needs_reference:
         return config.loss.upper()
     form = "plain"
@@ -2793,12 +2810,12 @@ def in_words(config: Config) -> str:
     return f"{config.loss.upper()}, {form}"
 
 def describe(run: Run, first: int) -> None:
-    """Say what is about to be done, from the step `first` on."""
+    """Print a summary of the run, which starts at step `first`."""
     config = run.config
     size = sum(p.numel() for p in run.policy.parameters())
-    source = "the data's own (offline)"
+    source = "from the data (offline)"
     if config.sample_every:
-        source = f"drawn every {config.sample_every} steps by {config.sampler}"
+        source = f"sampled every {config.sample_every} steps by {config.sampler}"
     anchor = "the initial policy"
     if config.sync_k:
         anchor = f"the policy, synced every {config.sync_k} steps"
@@ -2813,25 +2830,26 @@ def describe(run: Run, first: int) -> None:
           flush=True)
 
 def warn_of_oddities(run: Run) -> None:
-    """One line for each thing that runs, costs a night and is hardly meant."""
+    """Warn about settings that work but are probably a mistake."""
     config = run.config
     units = [] if config.sample_every else [unit for unit, _ in run.batches.pool]
     passes = run.batches.steps * config.batch_size / max(1, len(units))
     kinds = {sequence.is_chosen for unit in units for sequence in unit}
-    if config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5:  # 1/400 of a usual weight, 0.02
-        warn(f"--dtype bfloat16: at --lr {config.lr:g} most updates are below half a bf16 step of their "
-             "weight, and lost; --dtype mixed or --lora keeps them")
+    # Half a bf16 step of a typical weight, 0.02, is 4e-5.
+    if config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5:
+        warn(f"--dtype bfloat16: at --lr {config.lr:g} most updates are too small for bf16 weights and are "
+             "lost; use --dtype mixed or --lora")
     if config.loss == "kto" and len(kinds) == 1:
-        warn("all examples are of one kind, so KTO has nothing to hold them against")
+        warn("all examples are desirable, or all undesirable; KTO needs both")
     if units and passes > 10:
-        warn(f"{run.batches.steps} steps of {config.batch_size} go through the data {passes:.0f} times")
+        warn(f"{run.batches.steps} steps of {config.batch_size} pass over the data {passes:.0f} times")
 
 def last_line(run: Run) -> str:
-    """What was gained, in one sentence, and what to type next."""
+    """One sentence about the result, and what to type next."""
     settings = shlex.quote(str(run.out / "config.toml"))
     again = f"python {shlex.quote(sys.argv[0])} --config {settings}"
     if run.stopped_at:
-        return (f"stopped after step {run.stopped_at} of {run.batches.steps}, saved; go on with: {again} "
+        return (f"stopped after step {run.stopped_at} of {run.batches.steps}, saved; continue with: {again} "
                 f"--out {shlex.quote(str(run.out))} --resume latest")
     gained = ""
     if "accuracy_before" in run.latest and "accuracy" in run.latest:
@@ -2843,5 +2861,5 @@ def last_line(run: Run) -> str:
             f"{run.out / 'final'}; compare with: {again} {other}")
 
 if __name__ == "__main__":
-    sys.modules["humanline"] = sys.modules["__main__"]  # for a file of --sampler that imports it
+    sys.modules["humanline"] = sys.modules["__main__"]  # for --sampler files that import it
     sys.exit(main())
