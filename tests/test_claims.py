@@ -165,9 +165,9 @@ def test_holm_multiplies_by_what_is_left_and_keeps_the_order():
 def test_between_two_measurements_a_reward_levels_off():
     run = {"kl 0": 0.0, "reward 0": 0.2, "kl 8": 2.0, "reward 8": 0.6, "kl 16": 18.0, "reward 16": 0.9}
     for kl, reward in ((2.0, 0.6), (18.0, 0.9), (10.0, 0.8)):  # 1 - sqrt(0.4 · 0.1); a line: 0.75
-        assert reproduce.reward_at(run, kl) == pytest.approx(reward)
+        assert real.reward_at(run, kl) == pytest.approx(reward)
     for kl in (1.0, 18.1):
-        assert math.isnan(reproduce.reward_at(run, kl))
+        assert math.isnan(real.reward_at(run, kl))
 
 
 def test_both_ways_to_collapse_are_counted():
@@ -228,7 +228,7 @@ def unread(tasks, cells) -> list[dict]:
     for tuned in tasks:
         reproduce.task_page(tuned, {loss: tuned.facts(loss) for loss in FORMS_OF})
     if cells:
-        reproduce.real_page(cells, [cell.facts() for cell in cells])
+        reproduce.real_page(cells, [reproduce.real_facts(cell) for cell in cells])
     runs = [run for tuned in tasks for run in tuned.known.values()]
     runs += [run for cell in cells for by_seed in (*cell.forms.values(), cell.tuning) for run in by_seed.values()]
     return [run for run in runs if not run.pop("is_shown", False)]

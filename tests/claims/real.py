@@ -11,10 +11,12 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Iterator
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ RESULTS = HERE / "results" / "real.jsonl"
 # A reward with degrees, and one that is 0 or 1. Rows: configs/{topics,checks}.jsonl, held out: ...-test.jsonl.
 TASKS = {"sentiment": "topics", "checked": "checks"}
 STEPS = (0, 16, 32, 48, 64)
+DISTANCES = (4, 8, 14, 20)  # nats from the base, at which forms are compared
 SIZE = dict(grpo=4, dpo=8, kto=16)  # groups of 8, pairs, completions
 NO_CLIP = "--no-humanline --epsilon 1000 --epsilon-high 1000"
 
@@ -92,6 +95,73 @@ def read_results() -> dict[str, dict]:
     """The stored runs by their flags of today."""
     lines = RESULTS.read_text(encoding="utf-8").splitlines()
     return {today(run["flags"]): run for run in map(json.loads, lines)}
+
+Runs = dict[int, dict]  # what came out, by seed
+
+class Stored:
+    """The stored runs of a task and a loss: by form and settings those of seeds 1, 2, ..., and those on tuning."""
+
+    def __init__(self, task: str, loss: str):
+        self.task, self.loss = task, loss
+        self.forms: dict[Form, Runs] = {}
+        self.tuning: dict[Form, dict] = {}
+        for flags, run in read_results().items():
+            of_task, of_loss, form, seed = parse(flags)
+            if (of_task, of_loss) != (task, loss):
+                continue
+            if seed > 100:
+                self.tuning[form] = run
+            else:
+                self.forms.setdefault(form, {})[seed] = run
+
+    def at_tuned(self, name: str) -> Runs:
+        """The runs of a form at its tuned settings."""
+        _, _, form, _ = parse(flags_of(self.task, self.loss, name, 1))
+        return self.forms.get(form, {})
+
+    def distance_rows(self) -> Iterator[list[str]]:
+        """For each form the mean reward of its runs where they were as far from the base as DISTANCES say."""
+        for name in FORMS_OF[self.loss]:
+            words = []
+            for kl in DISTANCES:
+                rewards = [reward_at(run, kl) for run in self.at_tuned(name).values()]
+                rewards = [reward for reward in rewards if not math.isnan(reward)]
+                words.append(f"{np.mean(rewards):.2f} ({len(rewards)})" if rewards else "")
+            if any(words):
+                yield [f"{self.task}, {self.loss.upper()}, {name}", *words]
+
+    def samples(self) -> Iterator[str]:
+        """What the first run of each form writes in the end."""
+        for name in FORMS_OF[self.loss]:
+            for run in list(self.at_tuned(name).values())[:1]:
+                said = []
+                for place in "worst", "median", "best":
+                    sample = run["samples"][place]
+                    words = " ".join(evaluation.printable(sample["completion"]).split())
+                    said.append(f'{place} {sample["reward"]:.2f}: "{words}"')
+                yield f"- {self.loss.upper()}, {self.task}, {name}: {'; '.join(said)}"
+
+def rewards_of(*runs: Runs) -> tuple[list[np.ndarray], np.ndarray]:
+    """Rewards at the end over the seeds that all have, and which of them are paired: of one device for each seed."""
+    common = sorted(set.intersection(*map(set, runs)))
+    devices = np.array([[some[seed]["device"] for some in runs] for seed in common])
+    paired = (devices[:, :, None] == devices[:, None, :]).all(0)
+    return [np.array([some[seed][f"reward {STEPS[-1]}"] for seed in common]) for some in runs], paired
+
+def steps_of(runs: list[dict]) -> list[int]:
+    """The steps at which all these runs were measured."""
+    return [step for step in range(STEPS[-1] + 1) if all(f"kl {step}" in run for run in runs)]
+
+def reward_at(run: dict, kl: float) -> float:
+    """The reward of a run where it had come `kl` nats away from its base. Between measurements what it lacks to 1, the
+    best reward, is taken to shrink by the same factor for each nat: a reward levels off. NaN where it was farther away
+    at its first measurement, or never came so far."""
+    points = [(run[f"kl {step}"], run[f"reward {step}"]) for step in steps_of([run])[1:]]
+    for (near, low), (far, high) in itertools.pairwise(points):
+        if near <= kl <= far:
+            part = (kl - near) / max(far - near, 1e-9)
+            return 1 - max(1 - low, 1e-3) ** (1 - part) * max(1 - high, 1e-3) ** part
+    return math.nan
 
 # ---------- One run -----------------------------------------------------------------------------------------
 

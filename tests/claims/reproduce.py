@@ -32,8 +32,11 @@ FELL = 0.1  # of pass@1: a run that lost more has collapsed
 
 HUMANLINE, TAPERED = "humanline", "humanline with taper"
 BOTH = f"{TAPERED} and prior"
-TITLES = {"two-digits": "Sums of two digits", "five-sorted": "Sorting five digits and dropping repeated ones",
-          "six-digits": "Sums of six digits with every partial sum"}
+TITLES = {
+    "two-digits": "Sums of two digits",
+    "five-sorted": "Sorting five digits and dropping repeated ones",
+    "six-digits": "Sums of six digits with every partial sum",
+}
 
 # ---------- Estimates over seeds ----------------------------------------------------------------------------
 # An estimate is a mean and half of its 95 % interval, by Student's t. These are plain dicts and lists, so that they go
@@ -50,21 +53,29 @@ def compare(ours: np.ndarray, theirs: np.ndarray, paired: bool = True) -> dict:
     """ours - theirs over seeds, paired or by Welch's test: the mean, its 95 % interval, p of no difference (two-sided),
     and p_same of a difference of MARGIN or more either way (two one-sided tests)."""
 
-    def test(shift: float, alternative: str = "two-sided") -> Any:
+    def test(shift: float, alternative: str) -> Any:
         if paired:
             return stats.ttest_1samp(ours - theirs + shift, 0, alternative=alternative)
         return stats.ttest_ind(ours + shift, theirs, equal_var=False, alternative=alternative)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of one seed, or of equal differences
-        low, high = test(0).confidence_interval()
-        p_values = test(0).pvalue, test(MARGIN, "greater").pvalue, test(-MARGIN, "less").pvalue
-    p, *same = np.nan_to_num(p_values, nan=1.0).tolist()
-    return dict(mean=float(np.mean(ours) - np.mean(theirs)), low=float(low), high=float(high), p=p,
-                p_same=max(same), seeds=len(ours), paired=paired)
+        tests = test(0, "two-sided"), test(MARGIN, "greater"), test(-MARGIN, "less")
+        low, high = tests[0].confidence_interval()
+    p, above, below = np.nan_to_num([found.pvalue for found in tests], nan=1.0).tolist()
+    return dict(
+        mean=float(np.mean(ours - theirs)),
+        low=float(low),
+        high=float(high),
+        p=p,
+        p_same=max(above, below),
+        seeds=len(ours),
+        paired=paired,
+    )
 
-def share_of_gap(plain: np.ndarray, ours: np.ndarray, online: np.ndarray,
-                 paired: np.ndarray | bool = True) -> list[float]:
+def share_of_gap(
+    plain: np.ndarray, ours: np.ndarray, online: np.ndarray, paired: np.ndarray | bool = True
+) -> list[float]:
     """The share of the gap from plain to online that ours closes, with Fieller's 95 % interval (1954) for a ratio of
     means; without an end where the gap may be 0. paired: which of the three are paired by seed, (3, 3)."""
     x, y = np.mean(ours - plain), np.mean(online - plain)
@@ -93,6 +104,9 @@ def show(pair: list[float], digits: int = 3) -> str:
     if math.isnan(mean):
         return ""
     return f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+
+def show_mean(pair: list[float], digits: int) -> str:
+    return f"{pair[0]:.{digits}f}"
 
 def show_difference(found: dict | None) -> str:
     if not found:
@@ -138,8 +152,7 @@ class Tuned:
         self.tuning = [seed for seed in seeds if seed > 100]
         self.tests = [seed for seed in seeds if seed <= 100]
         self.losses = [loss for loss in FORMS_OF if any(run.loss == loss for run in self.known)]
-        asked = [*self.tuning, 101, 102]
-        asked = sorted(set(asked[:2])) if len(self.tuning) > 1 else [asked[0], asked[0] + 1]
+        asked = self.tuning if len(self.tuning) == experiments.TUNING_BASES else [101, 102]
         self.missing = experiments.plan(self.task, self.known, (asked, self.tests or [1]))
         self.is_complete = not self.missing and len(self.tests) == experiments.TEST_BASES
         undone = {(run.loss, run.form) for run in self.missing if run.seed > 100}
@@ -151,8 +164,11 @@ class Tuned:
 
     def add_form(self, loss: str, name: str) -> None:
         lr, k = experiments.ranked(self.task, loss, name, self.known, self.tuning)[0]
-        runs = {run.seed: outcome for run, outcome in self.known.items()
-                if (run.loss, run.form, run.lr, run.k) == (loss, name, lr, k)}
+        runs = {
+            run.seed: outcome
+            for run, outcome in self.known.items()
+            if (run.loss, run.form, run.lr, run.k) == (loss, name, lr, k)
+        }
         validation = [runs[seed]["validation"][-1] for seed in self.tuning]
         tests = {seed: runs[seed] for seed in self.tests if seed in runs}
         if tests:
@@ -233,20 +249,29 @@ GRID = """Tuning: pass@1 on the validation half after the last step, the mean ov
 rate and k; ¹: of the first base alone. The chosen setting is bold. *Collapsed*: the runs of the row, counted as
 above."""
 
-FORM_HEAD = ("| form | lr, k | validation | test pass@1 | − plain | − online | online ± 0.02, p | of the gap | "
-             "collapsed | KL |")
+FORM_HEAD = (
+    "| form | lr, k | validation | test pass@1 | − plain | − online | online ± 0.02, p | of the gap | "
+    "collapsed | KL |"
+)
 
 def task_page(tuned: Tuned, facts: dict[str, dict]) -> str:
     seeds = lambda some: ", ".join(map(str, some)) or "none yet"
-    text = [f"# {TITLES[tuned.name]}, every form tuned",
-            f"{len(tuned.known)} runs of {tuned.task.steps} steps. Tuning bases: {seeds(tuned.tuning)}. "
-            f"Test bases: {seeds(tuned.tests)}."]
+    text = [
+        f"# {TITLES[tuned.name]}, every form tuned",
+        f"{len(tuned.known)} runs of {tuned.task.steps} steps. Tuning bases: {seeds(tuned.tuning)}. "
+        f"Test bases: {seeds(tuned.tests)}.",
+    ]
     if not tuned.is_complete:
-        text.append(f"**Incomplete.** {len(tuned.missing)} runs come next, and others that depend on their outcome. "
-                    "A form is left out until its tuning is complete and a test base has been run.")
+        text.append(
+            f"**Incomplete.** {len(tuned.missing)} runs come next, and others that depend on their outcome. "
+            "A form is left out until its tuning is complete and a test base has been run."
+        )
     if tuned.known:
-        text += [HOW, f"![pass@1 against steps at two learning rates]({tuned.name}.png)\n\nBase {tuned.tuning[0]}, test "
-                 "half. *Best k*: at that rate, on the validation half."]
+        text += [
+            HOW,
+            f"![pass@1 against steps at two learning rates]({tuned.name}.png)\n\nBase {tuned.tuning[0]}, test "
+            "half. *Best k*: at that rate, on the validation half.",
+        ]
     for loss in tuned.losses:
         table = form_table(facts[loss]) if facts[loss] else "No form has been tuned and tested yet."
         text += [f"## {loss.upper()}", table, GRID, grid_table(tuned, loss)]
@@ -257,19 +282,25 @@ def form_table(facts: dict[str, dict]) -> str:
     rows = [["the base", "", "", show(base), *[""] * 6]]
     for name, form in facts.items():
         online = form["minus_online"]
-        same = f"{'yes' if online['p_same'] < 0.05 else 'no'}, {online['p_same']:.2g}" if online else ""
-        rows.append([
-            name,
-            show_settings(form["lr"], form["k"]),
-            f"{form['validation']:.3f}",
-            show(form["test"]),
-            show_difference(form["minus_plain"]),
-            show_difference(online),
-            same,
-            show_share(form["share_of_gap"]),
-            "{} and {} of {}".format(*form["collapsed"]),
-            show(form["kl"][:1] + [math.nan], 2),
-        ])
+        same = (
+            f"{'yes' if online['p_same'] < 0.05 else 'no'}, {online['p_same']:.2g}"
+            if online
+            else ""
+        )
+        rows.append(
+            [
+                name,
+                show_settings(form["lr"], form["k"]),
+                f"{form['validation']:.3f}",
+                show(form["test"]),
+                show_difference(form["minus_plain"]),
+                show_difference(online),
+                same,
+                show_share(form["share_of_gap"]),
+                "{} and {} of {}".format(*form["collapsed"]),
+                show_mean(form["kl"], 2),
+            ]
+        )
     return markdown(FORM_HEAD, rows)
 
 def grid_table(tuned: Tuned, loss: str) -> str:
@@ -296,33 +327,37 @@ def grid_table(tuned: Tuned, loss: str) -> str:
 # ---------- Verdicts ----------------------------------------------------------------------------------------
 
 EVERY_64 = "every 64 steps, "
+BETTER, NEAR = "better than", f"within {MARGIN} of"
 CLAIMS = (  # a form, the other, and what is asked of their difference
-    (HUMANLINE, "plain", "better than"),
-    (HUMANLINE, "online", "within 0.02 of"),
-    (TAPERED, "online", "within 0.02 of"),
-    (EVERY_64 + HUMANLINE, "online", "within 0.02 of"),
+    (HUMANLINE, "plain", BETTER),
+    (HUMANLINE, "online", NEAR),
+    (TAPERED, "online", NEAR),
+    (EVERY_64 + HUMANLINE, "online", NEAR),
 )
 
 def front_verdicts(tasks: list[Tuned], smollm2: dict) -> list[dict]:
     """The verdicts of the front page, each of one loss on one task, with Holm's correction over all of them."""
     verdicts = []
-    for claim, loss in itertools.product(CLAIMS, FORMS_OF):
-        form, other, asked = claim
+    for (form, other, asked), loss in itertools.product(CLAIMS, FORMS_OF):
         found = {tuned.name: tuned.compare(loss, form, other) for tuned in tasks}
-        if asked == "better than":
-            of_loss = {task: forms for (task, of), forms in smollm2.items() if of == loss}
-            found |= {f"SmolLM2, {task}": forms[form]["minus_plain"] for task, forms in of_loss.items()}
+        if other == "plain":
+            for task in real.TASKS:
+                found[f"SmolLM2, {task}"] = smollm2[task, loss][form]["minus_plain"]
         for task, difference in found.items():
             if difference and difference["seeds"] > 1:
-                verdicts.append(dict(form=form, other=other, asked=asked, loss=loss, task=task, **difference))
-    p_values = [verdict["p" if verdict["asked"] == "better than" else "p_same"] for verdict in verdicts]
-    for verdict, p, adjusted in zip(verdicts, p_values, holm(p_values)):
-        is_better = verdict["asked"] == "better than"
+                verdict = dict(
+                    claim=f"{form} is {asked} {other}", loss=loss.upper(), task=task, **difference
+                )
+                verdict["p_asked"] = difference["p" if asked == BETTER else "p_same"]
+                verdicts.append(verdict)
+    adjusted = holm([verdict["p_asked"] for verdict in verdicts])
+    for verdict, p in zip(verdicts, adjusted):
+        is_better = BETTER in verdict["claim"]
         margin = 0 if is_better else MARGIN
-        holds = adjusted < 0.05 and (verdict["mean"] > 0 or not is_better)
+        holds = p < 0.05 and (verdict["mean"] > 0 or not is_better)
         fails = verdict["high"] < -margin or (verdict["low"] > margin and not is_better)
-        outcome = "holds" if holds else "does not hold" if fails else "not decided"
-        verdict |= dict(p_asked=p, holm=adjusted, outcome=outcome)
+        verdict["holm"] = p
+        verdict["outcome"] = "holds" if holds else "does not hold" if fails else "not decided"
     return verdicts
 
 def taper_rule(tasks: list[Tuned]) -> dict:
@@ -333,7 +368,15 @@ def taper_rule(tasks: list[Tuned]) -> dict:
         for form in TAPERED, BOTH, HUMANLINE:
             difference = tuned.compare(loss, form, neighbour)
             if difference:
-                cells.append(dict(loss=loss, task=tuned.name, form=form, neighbour=neighbour, **difference))
+                cells.append(
+                    dict(
+                        loss=loss.upper(),
+                        task=tuned.name,
+                        form=form,
+                        neighbour=neighbour,
+                        **difference,
+                    )
+                )
             if difference and form == TAPERED:
                 above[loss] += difference["low"] > 0
                 if difference["mean"] < -MARGIN:
@@ -353,7 +396,9 @@ def prior_rule(tasks: list[Tuned]) -> dict:
             cells.append(dict(task=tuned.name, data=drawn.strip(", ") or "offline", **difference))
     left = sum(not tuned.is_complete for tuned in tasks)
     needed = any(cell["high"] < -MARGIN for cell in cells)
-    return dict(cells=cells, tasks_left=left, outcome="stays" if needed else "open" if left else "goes")
+    return dict(
+        cells=cells, tasks_left=left, outcome="stays" if needed else "open" if left else "goes"
+    )
 
 ABOUT_VERDICTS = f"""p-values are corrected by Holm's method for all of these verdicts. *Better than*: a two-sided t
 test over seeds. *Within {MARGIN} of*: two one-sided t tests, which ask whether the difference is less either way. A claim does not hold where the 95 %
@@ -367,18 +412,22 @@ PRIOR_RULE = f"""The prior stays if some cell of GRPO with taper is worse withou
 whole interval."""
 
 def verdicts_page(verdicts: list[dict], taper: dict, prior: dict) -> str:
-    rows, taper_rows, prior_rows = [], [], []
+    columns = lambda cell, *names: [str(cell[name]) for name in names]
+    near = lambda cell: [show_difference(cell), f"{cell['p_same']:.2g}"]
+    rows = []
     for cell in verdicts:
-        claim = f"{cell['form']} is {cell['asked']} {cell['other']}"
-        p_values = [f"{cell[name]:.2g}" for name in ("p_asked", "holm")]
-        rows.append([claim, cell["loss"].upper(), cell["task"],
-                     show_difference(cell), f"{cell['seeds']}", *p_values, f"**{cell['outcome']}**"])
-    for cell in taper["cells"]:
-        taper_rows.append([cell["loss"].upper(), cell["task"], cell["form"], cell["neighbour"],
-                           show_difference(cell), f"{cell['p_same']:.2g}"])
-    for cell in prior["cells"]:
-        prior_rows.append([cell["task"], cell["data"], show_difference(cell), f"{cell['p_same']:.2g}"])
-    left = f" {taper['tasks_left']} of the {len(TASKS)} tasks are incomplete." if taper["tasks_left"] else ""
+        p_values = f"{cell['p_asked']:.2g}", f"{cell['holm']:.2g}"
+        found = show_difference(cell), str(cell["seeds"]), *p_values, f"**{cell['outcome']}**"
+        rows.append([*columns(cell, "claim", "loss", "task"), *found])
+    taper_rows = [
+        columns(cell, "loss", "task", "form", "neighbour") + near(cell) for cell in taper["cells"]
+    ]
+    prior_rows = [columns(cell, "task", "data") + near(cell) for cell in prior["cells"]]
+    left = (
+        f" {taper['tasks_left']} of the {len(TASKS)} tasks are incomplete."
+        if taper["tasks_left"]
+        else ""
+    )
     counts = ", ".join(f"{loss.upper()} on {count}" for loss, count in taper["above"].items())
     below = ", ".join(taper["below"]) or "nowhere"
     text = [
@@ -388,7 +437,10 @@ def verdicts_page(verdicts: list[dict], taper: dict, prior: dict) -> str:
         markdown("| claim | loss | task | difference | seeds | p | Holm's p | verdict |", rows),
         "## Rule 1: the taper against its best neighbour",
         TAPER_RULE,
-        markdown("| loss | task | form | best neighbour | form − neighbour, paired | within 0.02, p |", taper_rows),
+        markdown(
+            "| loss | task | form | best neighbour | form − neighbour, paired | within 0.02, p |",
+            taper_rows,
+        ),
         f"**The taper: {taper['outcome']}.** Above its best neighbour: {counts} of {len(TASKS)} tasks. More than "
         f"{MARGIN} below it: {below}.{left}",
         "## Rule 2: the prior",
@@ -401,7 +453,6 @@ def verdicts_page(verdicts: list[dict], taper: dict, prior: dict) -> str:
 # ---------- SmolLM2 -----------------------------------------------------------------------------------------
 
 LAST = real.STEPS[-1]
-DISTANCES = (4, 8, 14, 20)  # nats
 
 HOW_REAL = f"""SmolLM2-135M-Instruct, {LAST} steps; reward on 50 held-out prompts with 4 completions each. The first
 table of each loss is of seeds 1 to 3; a seed is the offline data and the run. Learning rate and k are the best for both
@@ -413,153 +464,129 @@ draw different data (*not paired*). *Online's reward there*: that of the online 
 interpolated between two measurements. *Distinct pairs*: different pairs of neighbouring words, as a share of all.
 Seconds are wall-clock, beside what else ran. A form that is written as flags is gone from the program."""
 
-Runs = dict[int, dict]  # by seed
+def compare_real(runs: real.Runs, other: real.Runs) -> dict | None:
+    if runs is other or not runs.keys() & other.keys():
+        return None
+    rewards, paired = real.rewards_of(runs, other)
+    return compare(*rewards, paired=bool(paired.all()))
 
-class Real:
-    """The stored runs of a task and a loss, by form and settings, and by seed."""
+def real_share(cell: real.Stored, runs: real.Runs) -> list[float] | None:
+    """Of the gap, where there is one, on two seeds or more."""
+    plain, online = cell.at_tuned("plain"), cell.at_tuned("online")
+    if runs is plain or runs is online or compare_real(online, plain)["low"] <= 0:
+        return None
+    rewards, paired = real.rewards_of(plain, runs, online)
+    return share_of_gap(*rewards, paired) if len(paired) and len(rewards[0]) > 1 else None
 
-    def __init__(self, task: str, loss: str):
-        self.task, self.loss = task, loss
-        self.forms: dict[real.Form, Runs] = {}
-        self.tuning: dict[real.Form, dict] = {}
-        for flags, run in real.read_results().items():
-            of_task, of_loss, form, seed = real.parse(flags)
-            if (of_task, of_loss) == (task, loss) and seed <= 100:
-                self.forms.setdefault(form, {})[seed] = run
-            elif (of_task, of_loss) == (task, loss):
-                self.tuning[form] = run
+def real_facts(cell: real.Stored) -> dict[str, dict]:
+    """What the page says of each form; one at other settings than the tuned ones has them in its name."""
+    found, online = {}, cell.at_tuned("online")
+    order = list(real.FORMS_OF[cell.loss])
+    listed = lambda form: order.index(form.name) if form.name in order else len(order)
+    for form in sorted(cell.forms, key=lambda form: (listed(form), form.lr)):
+        runs = cell.forms[form]
+        is_other = form.name in order and runs is not cell.at_tuned(form.name)
+        name = f"{form.name}, lr {show_rate(form.lr)}" if is_other else form.name
+        common = [seed for seed in runs if seed in online]
+        found[name] = dict(
+            lr=form.lr,
+            k=form.k,
+            seeds=len(runs),
+            devices=len({run["device"] for run in shown(runs.values())}),
+            minus_plain=compare_real(runs, cell.at_tuned("plain")),
+            share_of_gap=real_share(cell, runs),
+            online_there=estimate(
+                real.reward_at(online[seed], runs[seed][f"kl {LAST}"]) for seed in common
+            ),
+        )
+        for what in "reward", "greedy", "kl", "length", "distinct", "seconds", "drawing":
+            found[name][what] = estimate(run[f"{what} {LAST}"] for run in runs.values())
+            found[name][f"{what}_before"] = estimate(run[f"{what} 0"] for run in runs.values())
+    return found
 
-    def at_tuned(self, name: str) -> Runs:
-        """The runs of a form at its tuned settings."""
-        _, _, form, _ = real.parse(real.flags_of(self.task, self.loss, name, 1))
-        return self.forms.get(form, {})
+REAL_HEAD = (
+    "| form | lr, k | seeds | reward | greedy | − plain | of the gap | KL to the base, nats | "
+    "online's reward there | length | distinct pairs | seconds, drawing |"
+)
 
-    def compare(self, runs: Runs, other: Runs) -> dict | None:
-        if runs is other or not runs.keys() & other.keys():
-            return None
-        rewards, paired = rewards_of(runs, other)
-        return compare(*rewards, paired=bool(paired.all()))
-
-    def share(self, runs: Runs) -> list[float] | None:
-        """Of the gap, where there is one, on two seeds or more."""
-        plain, online = self.at_tuned("plain"), self.at_tuned("online")
-        gap = self.compare(online, plain)
-        is_end = runs is plain or runs is online
-        if is_end or not gap["low"] > 0 or len(runs.keys() & plain.keys() & online.keys()) < 2:
-            return None
-        rewards, paired = rewards_of(plain, runs, online)
-        return share_of_gap(*rewards, paired)
-
-    def facts(self) -> dict[str, dict]:
-        """What the page says of each form; one at other settings than the tuned ones has them in its name."""
-        found, online = {}, self.at_tuned("online")
-        order = list(real.FORMS_OF[self.loss])
-        listed = lambda form: order.index(form.name) if form.name in order else len(order)
-        for form in sorted(self.forms, key=lambda form: (listed(form), form.lr)):
-            runs = self.forms[form]
-            is_tuned = runs is self.at_tuned(form.name) if form.name in real.FORMS_OF[self.loss] else True
-            name = form.name if is_tuned else f"{form.name}, lr {show_rate(form.lr)}"
-            there = [reward_at(online[seed], run[f"kl {LAST}"]) for seed, run in runs.items() if seed in online]
-            found[name] = dict(
-                lr=form.lr,
-                k=form.k,
-                seeds=len(runs),
-                devices=len({run["device"] for run in shown(runs.values())}),
-                minus_plain=self.compare(runs, self.at_tuned("plain")),
-                share_of_gap=self.share(runs),
-                online_there=estimate(there),
-            )
-            for what in "reward", "greedy", "kl", "length", "distinct", "seconds", "drawing":
-                found[name][what] = estimate(run[f"{what} {LAST}"] for run in runs.values())
-                found[name][f"{what}_before"] = estimate(run[f"{what} 0"] for run in runs.values())
-        return found
-
-def rewards_of(*runs: Runs) -> tuple[list[np.ndarray], np.ndarray]:
-    """Rewards at the end over the seeds that all have, and which of them are paired: of one device for each seed."""
-    common = sorted(set.intersection(*(set(some) for some in runs)))
-    devices = np.array([[some[seed]["device"] for some in runs] for seed in common])
-    paired = (devices[:, :, None] == devices[:, None, :]).all(0)
-    return [np.array([some[seed][f"reward {LAST}"] for seed in common]) for some in runs], paired
-
-def reward_at(run: dict, kl: float) -> float:
-    """The reward of a run where it had come `kl` nats away from its base. Between measurements what it lacks to 1, the
-    best reward, is taken to shrink by the same factor for each nat: a reward levels off. NaN where it was farther away
-    at its first measurement, or never came so far."""
-    steps = sorted(int(name.split()[1]) for name in run if name.startswith("kl "))[1:]
-    points = [(run[f"kl {step}"], run[f"reward {step}"]) for step in steps]
-    for (near, low), (far, high) in itertools.pairwise(points):
-        if near <= kl <= far:
-            part = (kl - near) / max(far - near, 1e-9)
-            return 1 - max(1 - low, 1e-3) ** (1 - part) * max(1 - high, 1e-3) ** part
-    return math.nan
-
-REAL_HEAD = ("| form | lr, k | seeds | reward | greedy | − plain | of the gap | KL to the base, nats | "
-             "online's reward there | length | distinct pairs | seconds, drawing |")
-
-def real_page(cells: list[Real], facts: list[dict]) -> str:
-    count = sum(len(runs) for cell in cells for runs in (*cell.forms.values(), cell.tuning))
-    text = ["# SmolLM2: the forms on a real language model", f"{count} runs. {HOW_REAL}",
-            "![reward against KL to the base, GRPO](real.png)"]
+def real_page(cells: list[real.Stored], facts: list[dict]) -> str:
+    count = len(real.read_results())
+    text = [
+        "# SmolLM2: the forms on a real language model",
+        f"{count} runs. {HOW_REAL}",
+        "![reward against KL to the base, GRPO](real.png)",
+    ]
     for cell, found in zip(cells, facts):
         text += [f"## {cell.loss.upper()}, {cell.task}", real_table(found), tuning_table(cell)]
-    text.append("## Reward on the way, where the forms are equally far from their base\n\nIn brackets: of how many "
-                "seeds.")
-    distances = " | ".join(f"{kl} nats" for kl in DISTANCES)
-    text.append(markdown(f"| reward at a KL of | {distances} |", itertools.chain(*map(distance_rows, cells))))
+    text.append(
+        "## Reward on the way, where the forms are equally far from their base\n\nIn brackets: of how many "
+        "seeds."
+    )
+    distances = " | ".join(f"{kl} nats" for kl in real.DISTANCES)
+    text.append(
+        markdown(
+            f"| reward at a KL of | {distances} |",
+            itertools.chain(*(cell.distance_rows() for cell in cells)),
+        )
+    )
     text.append("## What the final models write to held-out prompts (the first seed)")
-    text.append("\n".join(itertools.chain(*map(samples, cells))))
+    text.append("\n".join(itertools.chain(*(cell.samples() for cell in cells))))
     return "\n\n".join(text) + "\n"
 
 def real_table(facts: dict[str, dict]) -> str:
-    alone = lambda pair, digits: show(pair[:1] + [math.nan], digits)
-    base = facts["plain"]
-    rows = [["the base", "", "", *(alone(base[f"{what}_before"], 3) for what in ("reward", "greedy")), "", "", "0", "",
-             alone(base["length_before"], 1), alone(base["distinct_before"], 2), ""]]
+    digits = dict(reward=3, greedy=3, length=1, distinct=2)
+    base = {
+        what: show_mean(facts["plain"][f"{what}_before"], count) for what, count in digits.items()
+    }
+    rows = [
+        [
+            "the base",
+            "",
+            "",
+            base["reward"],
+            base["greedy"],
+            "",
+            "",
+            "0",
+            "",
+            base["length"],
+            base["distinct"],
+            "",
+        ]
+    ]
     for name, form in facts.items():
-        seconds = f"{alone(form['seconds'], 0)}, {alone(form['drawing'], 0)}"
-        rows.append([
-            name,
-            show_settings(form["lr"], form["k"]),
-            f"{form['seeds']}",
-            show(form["reward"]),
-            show(form["greedy"]),
-            show_difference(form["minus_plain"]),
-            show_share(form["share_of_gap"]),
-            show(form["kl"], 1),
-            show(form["online_there"]),
-            alone(form["length"], 1),
-            alone(form["distinct"], 2),
-            seconds if form["devices"] == 1 else "on two devices",
-        ])
+        seconds = f"{show_mean(form['seconds'], 0)}, {show_mean(form['drawing'], 0)}"
+        rows.append(
+            [
+                name,
+                show_settings(form["lr"], form["k"]),
+                f"{form['seeds']}",
+                show(form["reward"]),
+                show(form["greedy"]),
+                show_difference(form["minus_plain"]),
+                show_share(form["share_of_gap"]),
+                show(form["kl"], 1),
+                show(form["online_there"]),
+                show_mean(form["length"], 1),
+                show_mean(form["distinct"], 2),
+                seconds if form["devices"] == 1 else "on two devices",
+            ]
+        )
     return markdown(REAL_HEAD, rows)
 
-def tuning_table(cell: Real) -> str:
+def tuning_table(cell: real.Stored) -> str:
     rows = []
     for form in sorted(cell.tuning, key=lambda form: (form.name, form.lr, form.k)):
         [run] = shown([cell.tuning[form]])
-        rows.append([form.name, show_settings(form.lr, form.k), f"{run[f'reward {LAST}']:.3f}",
-                     f"{run[f'kl {LAST}']:.1f}"])
+        rows.append(
+            [
+                form.name,
+                show_settings(form.lr, form.k),
+                f"{run[f'reward {LAST}']:.3f}",
+                f"{run[f'kl {LAST}']:.1f}",
+            ]
+        )
     return markdown("| tuning, seed 101 | lr, k | reward | KL to the base, nats |", rows)
-
-def distance_rows(cell: Real) -> Iterable[list[str]]:
-    for name in real.FORMS_OF[cell.loss]:
-        words = []
-        for kl in DISTANCES:
-            rewards = [reward_at(run, kl) for run in cell.at_tuned(name).values()]
-            rewards = [reward for reward in rewards if not math.isnan(reward)]
-            words.append(f"{np.mean(rewards):.2f} ({len(rewards)})" if rewards else "")
-        if any(words):
-            yield [f"{cell.task}, {cell.loss.upper()}, {name}", *words]
-
-def samples(cell: Real) -> Iterable[str]:
-    for name in real.FORMS_OF[cell.loss]:
-        for run in list(cell.at_tuned(name).values())[:1]:
-            said = []
-            for place in "worst", "median", "best":
-                sample = run["samples"][place]
-                words = " ".join(evaluation.printable(sample["completion"]).split())
-                said.append(f'{place} {sample["reward"]:.2f}: "{words}"')
-            yield f"- {cell.loss.upper()}, {cell.task}, {name}: {'; '.join(said)}"
 
 # ---------- Figures -----------------------------------------------------------------------------------------
 
@@ -574,6 +601,11 @@ def new_figure(height: float, rows: int, columns: int) -> tuple[Any, np.ndarray]
 def add_legend(axis: Any, place: str) -> None:
     axis.legend(loc=place, fontsize=8, framealpha=0.9, edgecolor="none")
 
+def add_line(
+    axis: Any, x: Iterable[float], y: Iterable[float], colour: str, label: str, **style: Any
+) -> None:
+    axis.plot(x, y, color=colour, label=label, linewidth=1.8, markersize=4, **style)
+
 def draw_curves(tuned: Tuned, path: Path) -> None:
     """pass@1 against steps at two learning rates, a row for each loss, on the first tuning base: it has the whole
     grid."""
@@ -587,12 +619,14 @@ def draw_curves(tuned: Tuned, path: Path) -> None:
         for name in COLOURS:
             for _, k in experiments.ranked(tuned.task, loss, name, at_rate, [first])[:1]:
                 best[name] = k
-        lines = [(f"{HUMANLINE}, k 24", HUMANLINE, 24, LIGHT_BLUE)]
-        lines += [(f"{name}, best k" if k else name, name, k, COLOURS[name]) for name, k in best.items()]
+        lines = [
+            (f"{name}, best k" if k else name, name, k, COLOURS[name]) for name, k in best.items()
+        ]
+        lines.insert(1, (f"{HUMANLINE}, k 24", HUMANLINE, 24, LIGHT_BLUE))
         for label, name, k, colour in lines:
             run = tuned.known.get(Run(tuned.name, loss, name, lr, k, first))
             if run:
-                axis.plot(steps, run["test"], color=colour, linewidth=1.8, label=label)
+                add_line(axis, steps, run["test"], colour, label)
         title = f"{loss.upper()}, learning rate {show_rate(lr)}"
         axis.set_title(title + (f"; best k {best[HUMANLINE]}" if HUMANLINE in best else ""))
         axis.set(ylim=(0, 1.02), xlim=(0, steps[-1]))
@@ -612,11 +646,12 @@ def draw_mechanism(tuned: Tuned, path: Path) -> None:
     for (top, bottom), lr in zip(axes.T, (LOW_RATE, tuned.task.rates[-1])):
         at = lambda form, k: tuned.known[Run(tuned.name, "grpo", form, lr, k, tuned.tuning[0])]
         plain, ours = at("plain", 0), at(HUMANLINE, 24)
-        top.plot(middles, percent(plain, "clip_fraction"), color=COLOURS["plain"], label="GRPO's clip, in plain GRPO")
-        top.plot(middles, percent(ours, "clip_fraction"), color=COLOURS[HUMANLINE], label="GRPO's clip, in humanline")
-        top.plot(middles, percent(ours, "clamped"), color=LIGHT_BLUE, label="humanline's clip")
-        bottom.plot(steps, plain["base_kl"], color=COLOURS["plain"], label="plain")
-        bottom.plot(steps, ours["base_kl"], color=COLOURS[HUMANLINE], label="humanline, k 24")
+        grey, blue = COLOURS["plain"], COLOURS[HUMANLINE]
+        add_line(top, middles, percent(plain, "clip_fraction"), grey, "GRPO's clip, in plain GRPO")
+        add_line(top, middles, percent(ours, "clip_fraction"), blue, "GRPO's clip, in humanline")
+        add_line(top, middles, percent(ours, "clamped"), LIGHT_BLUE, "humanline's clip")
+        add_line(bottom, steps, plain["base_kl"], grey, "plain")
+        add_line(bottom, steps, ours["base_kl"], blue, "humanline, k 24")
         top.set(title=f"GRPO, learning rate {show_rate(lr)}", ylim=(0, 28))
         bottom.set(xlabel="steps", ylim=(0, 8))
         for axis in top, bottom:
@@ -628,7 +663,9 @@ def draw_mechanism(tuned: Tuned, path: Path) -> None:
 
 def first_base() -> dict[tuple[str, str], dict]:
     """The share of the gap that humanline closes on the first base, with a worse model's data, from its page."""
-    rows = re.findall(r"\| (\w+) \| a worse model's \|.*\| (.+) \|", (HERE / "first-base.md").read_text())
+    rows = re.findall(
+        r"\| (\w+) \| a worse model's \|.*\| (.+) \|", (HERE / "first-base.md").read_text()
+    )
     found = {}
     for loss, words in rows:
         share = [float(number) / 100 for number in re.findall(r"(-?\d+)%", words)]
@@ -647,28 +684,36 @@ def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
         found = [(y, *np.clip(share, low, high)) for y, share in found if share]
         y, middle, start, end = np.array(found).T
         axis.hlines(y, start, end, color=COLOURS[name], linewidth=1.8)
-        axis.plot(middle, y, "o", color=COLOURS[name], markersize=5, label=name)
+        add_line(axis, middle, y, COLOURS[name], name, marker="o", linestyle="")
     axis.axhspan(first, len(rows) - 0.5, color="#EEEEEE", zorder=0)
-    axis.text(0.5, (first + len(rows) - 0.5) / 2, "no gap to close, or none that is sure", ha="center", va="center")
-    for x in 0, 1:
-        axis.axvline(x, color="#999999", linewidth=1)
+    axis.text(0.5, (first + len(rows)) / 2, "no gap to close, or none that is sure", ha="center")
+    axis.vlines([0, 1], -0.5, first, color="#999999", linewidth=1)
     names = [f"{loss.upper()}, {task}" for loss, task in rows]
-    axis.set(yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlim=(low, high))
-    axis.set_xlabel("share of the gap between plain (0) and online (1); 95 % intervals")
+    axis.set(
+        yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlim=(low, high)
+    )
+    axis.set_xlabel(
+        "share of the gap between plain (0) and online (1); 95 % intervals, cut at the edges"
+    )
     add_legend(axis, "upper left")
     figure.savefig(path, dpi=150)
 
-def draw_real(cells: list[Real], path: Path) -> None:
+def draw_real(cells: list[real.Stored], path: Path) -> None:
     """Reward against KL to the base, GRPO: a thin line for each seed, a thick one for their mean."""
     figure, axes = new_figure(3.4, 1, 2)
     for axis, cell in zip(axes[0], cells):
         farthest = 0.0
         for name, colour in COLOURS.items():
             runs = list(cell.at_tuned(name).values())
-            points = np.array([[(run[f"kl {step}"], run[f"reward {step}"]) for step in steps_of(runs)] for run in runs])
+            points = np.array(
+                [
+                    [(run[f"kl {step}"], run[f"reward {step}"]) for step in real.steps_of(runs)]
+                    for run in runs
+                ]
+            )
             for seed in points:
                 axis.plot(*seed.T, color=colour, linewidth=0.6, alpha=0.5)
-            axis.plot(*points.mean(0).T, color=colour, linewidth=2, marker="o", markersize=4, label=name)
+            add_line(axis, *points.mean(0).T, colour, name, marker="o")
             if name != "online":
                 farthest = max(farthest, points[..., 0].max())
         axis.set(title=f"SmolLM2, GRPO, {cell.task}", ylim=(0, 1.03), xlim=(-0.3, 1.2 * farthest))
@@ -677,10 +722,6 @@ def draw_real(cells: list[Real], path: Path) -> None:
     axes[0, 0].set_ylabel("held-out reward")
     figure.savefig(path, dpi=150)
 
-def steps_of(runs: list[dict]) -> list[int]:
-    """The steps at which all these runs were measured."""
-    return [step for step in range(LAST + 1) if all(f"kl {step}" in run for run in runs)]
-
 # ---------- All of it ---------------------------------------------------------------------------------------
 
 class Everything:
@@ -688,15 +729,19 @@ class Everything:
 
     def __init__(self):
         self.tasks = [Tuned(name) for name in TASKS]
-        self.cells = [Real(task, loss) for task in real.TASKS for loss in real.FORMS_OF]
-        self.tiny = {tuned.name: {loss: tuned.facts(loss) for loss in FORMS_OF} for tuned in self.tasks}
-        self.smollm2 = {(cell.task, cell.loss): cell.facts() for cell in self.cells}
+        self.cells = [real.Stored(task, loss) for task in real.TASKS for loss in real.FORMS_OF]
+        self.tiny = {
+            tuned.name: {loss: tuned.facts(loss) for loss in FORMS_OF} for tuned in self.tasks
+        }
+        self.smollm2 = {(cell.task, cell.loss): real_facts(cell) for cell in self.cells}
         self.verdicts = front_verdicts(self.tasks, self.smollm2)
         self.taper, self.prior = taper_rule(self.tasks), prior_rule(self.tasks)
 
     def pages(self) -> dict[str, str]:
         """The text of each file."""
-        texts = {f"{tuned.name}.md": task_page(tuned, self.tiny[tuned.name]) for tuned in self.tasks}
+        texts = {
+            f"{tuned.name}.md": task_page(tuned, self.tiny[tuned.name]) for tuned in self.tasks
+        }
         texts["real.md"] = real_page(self.cells, list(self.smollm2.values()))
         texts["verdicts.md"] = verdicts_page(self.verdicts, self.taper, self.prior)
         facts = dict(
@@ -714,10 +759,17 @@ class Everything:
 
     def shares(self) -> dict[tuple[str, str], dict]:
         """By loss and task, the share of the gap that forms close, of every experiment that compares them."""
-        found = {(loss, task): forms for task, facts in self.tiny.items() for loss, forms in facts.items()}
+        found = {
+            (loss, task): forms
+            for task, facts in self.tiny.items()
+            for loss, forms in facts.items()
+        }
         found |= {(loss, f"SmolLM2 {task}"): forms for (task, loss), forms in self.smollm2.items()}
-        shares = {row: {name: forms[name]["share_of_gap"] for name in (HUMANLINE, TAPERED)}
-                  for row, forms in found.items() if {HUMANLINE, TAPERED, "plain", "online"} <= forms.keys()}
+        shares = {
+            row: {name: forms[name]["share_of_gap"] for name in (HUMANLINE, TAPERED)}
+            for row, forms in found.items()
+            if {HUMANLINE, TAPERED, "plain", "online"} <= forms.keys()
+        }
         return shares | first_base()
 
     def draw(self, out: Path) -> None:
@@ -732,14 +784,16 @@ def rounded(value: Any) -> Any:
     """Floats to four digits, and None where there is no number."""
     if isinstance(value, dict):
         return {key: rounded(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [rounded(part) for part in value]
     if isinstance(value, float):
         return float(f"{value:.4g}") if math.isfinite(value) else None
     return value
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=HERE, help="a folder for pages and figures")
     out = parser.parse_args().out
     everything = Everything()
