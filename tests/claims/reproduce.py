@@ -669,7 +669,7 @@ def first_base() -> dict[tuple[str, str], dict]:
     found = {}
     for loss, words in rows:
         share = [float(number) / 100 for number in re.findall(r"(-?\d+)%", words)]
-        found[loss.lower(), "first base, untuned"] = {HUMANLINE: share if len(share) == 3 else None}
+        found[loss.lower(), "the first base"] = {HUMANLINE: share if len(share) == 3 else None}
     return found
 
 def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
