@@ -1,9 +1,9 @@
-"""tests/claims: the estimates are right, each report asks for its runs, and what is stored can be read and drawn again."""
+"""The claims: the tiny bases, the runs, the estimates, and the pages that are drawn from the stored runs."""
 
+import dataclasses
 import doctest
 import json
 import math
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,25 +13,14 @@ from conftest import ROOT, rows_of, write_jsonl
 
 import bases
 import eval as evaluation
+import experiments
 import humanline
+import real
 import reproduce
-from reproduce import HUMANLINE, TAPERED, Runs
+from experiments import FORMS_OF, TASKS, Run
+from reproduce import HUMANLINE, TAPERED
 
-RESULTS = ROOT / "tests" / "claims" / "results"
-
-
-class Pretend(dict):
-    """Runs whose outcomes are known: pass@1 by the flags, the first that fits, and a little more with each seed."""
-
-    ends = {"--sample-every 1 ": 0.92, "--no-humanline --taper": 0.93, "--taper": 0.94, "--prior 1": 0.4,
-            "--no-humanline": 0.6, "--eval-every": 0.3, "": 0.8}  # the forms are measured often
-
-    def get(self, flags, default=None):
-        seed = int(flags.split()[-1])
-        after = next(level for held, level in self.ends.items() if held in flags) + 0.01 * seed
-        steps = {f"{what} {step}": after for what in ("step", "exact", "greedy") for step in range(32, 257, 8)}
-        base = {"exact 0": 0.7, "greedy 0": 0.5, "data_logp": -float("1234"["1234".find(flags[-10:-9])])}
-        return dict(flags=flags, before=0.4, after=after, drawing=2.0, training=10.0, warned=None) | base | steps
+CLAIMS = ROOT / "tests" / "claims"
 
 
 # The bases.
@@ -69,212 +58,236 @@ def test_a_base_that_learned_nothing_is_taught_again_from_another_start(tmp_path
     assert len(taught) == 2 and taught[0] != taught[1] and (tmp_path / "model.safetensors").exists()
 
 
-# Estimates over seeds.
+# The list of runs.
+
+@pytest.mark.parametrize("loss, form", [(loss, form) for loss, forms in FORMS_OF.items() for form in forms])
+def test_every_form_parses_and_its_loss_is_an_entry(loss, form):
+    config = humanline.parse_config(["--model", "m", *Run("two-digits", loss, form, 1e-4, 8, 3).flags()])
+    assert config.loss.startswith(loss) and humanline.LOSSES[config.loss].unit == humanline.LOSSES[loss].unit
+    assert (config.lr, config.seed, config.eval_every) == (1e-4, 3, 32)
+    assert config.sync_k == 8 * ("{k}" in FORMS_OF[loss][form])
+
+
+@pytest.mark.parametrize("loss, form", [("grpo", "mask 0.5, synced"), ("grpo", "TOPR"), ("dpo", "RPO, synced"),
+                                        ("kto", "desirable alone")])
+def test_a_run_is_measured_at_each_step_and_has_its_mechanism(tiny, tmp_path, monkeypatch, loss, form):
+    base = tmp_path / "two-digits-1"
+    base.mkdir()
+    (base / "model").symlink_to(tiny)
+    write_jsonl(base / "rows.jsonl", rows_of("groups", 8))
+    write_jsonl(base / "test.jsonl", rows_of("prompts", 8))
+    task = dataclasses.replace(TASKS["two-digits"], steps=4, every=2, batch_size=dict(grpo=4, dpo=4, kto=8))
+    monkeypatch.setitem(TASKS, "two-digits", task)
+    monkeypatch.setattr(humanline.Run, "measure", humanline.Run.measure)  # so that it is put back
+    outcome = experiments.train(Run("two-digits", loss, form, 1e-2, 2, 1), tmp_path)
+    assert all(len(outcome[name]) == 3 for name in ("validation", "test", "greedy", "base_kl"))
+    assert outcome["base_kl"][0] == pytest.approx(0, abs=1e-3) and len(set(outcome["test"])) > 1
+    assert all(len(outcome[name]) == 2 for name in ("clamped_low", "drift", "logp_wanted"))
+    assert ("clip_fraction_low" in outcome) == (form == "mask 0.5, synced")
+
+
+def test_exact_pass_is_what_samples_tend_to(tiny):
+    config = humanline.parse_config(["--model", tiny, "--max-new-tokens", "8"])
+    sampler = evaluation.load(tiny, config, rewarded=False)
+    rows = rows_of("prompts", 6)
+    right, _ = experiments.score(sampler.policy, sampler, rows)
+    for prompt, row, probability in zip(experiments.encode(sampler, rows), rows, right):  # a token at a time
+        ids, chance = list(prompt), 1.0
+        for token in sampler.tokenizer(row["answer"] + sampler.tokenizer.eos_token)["input_ids"]:
+            chance *= float(sampler.policy(torch.tensor([ids])).logits[0, -1].softmax(-1)[token])
+            ids.append(token)
+        assert probability == pytest.approx(chance, rel=1e-4)
+
+
+def test_a_real_run_is_measured_and_its_distance_from_the_base_is_that_of_its_log_probs(tiny, tmp_path, monkeypatch):
+    for name in ("topics", "topics-test"):
+        write_jsonl(tmp_path / f"{name}.jsonl", rows_of("prompts", 8))
+    reward = "def sentiment(prompts, completions, rows):\n  return [len(text) / 40 for text in completions]\n"
+    (tmp_path / "rewards.py").write_text(reward)
+    monkeypatch.setattr(real, "CONFIGS", tmp_path)
+    monkeypatch.setattr(real, "STEPS", (0, 2, 4))
+    real.base_sampler.cache_clear()
+    found = real.train("sentiment --loss grpo --batch-size 2 --sync-k 2 --lr 3e-2 --seed 1", tiny, tmp_path)
+    drawn = [json.loads(line) for line in (tmp_path / "sentiment-1.jsonl").read_text().splitlines()]
+    assert len(drawn) == 8 * 8 and all(len(line["tokens"]) == len(line["logps"]) for line in drawn)
+    assert abs(found["kl 0"]) < 1e-3 < found["kl 4"] and found["samples"].keys() >= {"worst", "median", "best"}
+    real.base_sampler.cache_clear()
+
+
+# The estimates.
+
+def test_an_estimate_is_students_t_and_a_pair_takes_away_the_luck_of_its_seed():
+    assert reproduce.estimate([1, 2, 3, 4, 5]) == pytest.approx([3, 2.776445 * math.sqrt(2.5 / 5)])
+    assert reproduce.estimate([3, math.nan]) == [3, pytest.approx(math.nan, nan_ok=True)]
+    ours, theirs = np.array([0.8, 0.7, 0.9]), np.array([0.5, 0.4, 0.6])
+    paired, not_paired = (reproduce.compare(ours, theirs, paired) for paired in (True, False))
+    assert paired["mean"] == not_paired["mean"] == pytest.approx(0.3)
+    assert paired["high"] - paired["low"] < 1e-9 and not_paired["high"] - 0.3 == pytest.approx(0.2267, abs=1e-4)
+
+
+def test_one_seed_and_equal_runs_decide_nothing_that_they_cannot():
+    one = reproduce.compare(np.array([0.9]), np.array([0.5]))
+    assert one["p"] == one["p_same"] == 1 and reproduce.show_difference(one) == "+0.400"
+    same = reproduce.compare(np.array([0.9, 0.8]), np.array([0.9, 0.8]))
+    assert same["p"] == 1 and same["p_same"] < 1e-6
+
+
+def test_two_one_sided_tests_rarely_call_a_difference_of_the_margin_the_same():
+    chance, called = np.random.default_rng(0), {0.0: 0, reproduce.MARGIN: 0}
+    for true in called:
+        for _ in range(1000):
+            found = reproduce.compare(chance.normal(true, 0.005, 5), np.zeros(5))
+            called[true] += found["p_same"] < 0.05
+    assert called[0.0] > 950 and 30 <= called[reproduce.MARGIN] <= 70
+
 
 def test_the_share_of_the_gap_has_an_honest_interval():
     chance, covered = np.random.default_rng(0), 0
     for _ in range(1000):  # humanline closes 60 % of a gap of 0.2; seeds share their luck
         luck = chance.normal(0, 0.02, 5)
         offline, ours, online = (level + luck + chance.normal(0, 0.02, 5) for level in (0.6, 0.72, 0.8))
-        _, low, high = reproduce.closed(offline, ours, online)
+        _, low, high = reproduce.share_of_gap(offline, ours, online)
         covered += low <= 0.6 <= high
     assert 930 <= covered <= 970
-    nothing = reproduce.closed(offline, offline + 0.1, offline + chance.normal(0, 0.1, 5))
+    nothing = reproduce.share_of_gap(offline, offline + 0.1, offline + chance.normal(0, 0.1, 5))
     assert reproduce.show_share(nothing).endswith("[too few seeds to tell]")
     same = np.array([0.6, 0.5, 0.7])  # luck that all three share cancels in pairs alone
-    paired, not_paired = (reproduce.closed(same, same + 0.1, same + 0.4, paired) for paired in (True, False))
-    assert paired == pytest.approx((0.25, 0.25, 0.25))
+    paired, not_paired = (reproduce.share_of_gap(same, same + 0.1, same + 0.4, paired) for paired in (True, False))
+    assert paired == pytest.approx([0.25, 0.25, 0.25])
     assert not_paired[1] < 0 < 0.5 < not_paired[2]
 
 
-def test_what_does_as_well_may_be_a_little_worse_but_not_for_sure():
-    verdict = lambda *more: reproduce.as_well(np.array(more), "claim").split("**")[1]
-    assert verdict(0.01, -0.01, 0.0) == verdict(0.1, 0.11, 0.12) == "holds"
-    assert verdict(-0.02, -0.021, -0.019) == "does not hold"  # surely worse
-    assert verdict(0.05, -0.05, 0.0) == verdict(0.1) == "not decided"
-    for seeds, t in ((5, 2.776), (11, 2.228), (121, 1.980)):
-        assert reproduce.student(seeds) == pytest.approx(t, abs=0.004)
-
-
-def test_the_warning_is_in_time_by_the_measurement_that_shows_the_fall():
-    for fall, by_then, before in ((90, 0, 0), (120, 5, 0), (140, 5, 5)):
-        run = {"step 64": 0.6, f"step {fall - 30}": 0.62, f"step {fall}": 0.5, "step 256": 0.1, "warned": 100}
-        text = reproduce.warned_in_time([run] * 5)
-        assert f"{by_then} had been warned of by then, {before} by the measurement before" in text
-        assert text.startswith("- **holds**" if by_then else "- **does not hold**")
-    assert "**not decided**" in reproduce.warned_in_time([run])
+def test_holm_multiplies_by_what_is_left_and_keeps_the_order():
+    assert reproduce.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert reproduce.holm([0.9, 0.6]) == [1, 1]
 
 
 def test_between_two_measurements_a_reward_levels_off():
     run = {"kl 0": 0.0, "reward 0": 0.2, "kl 8": 2.0, "reward 8": 0.6, "kl 16": 18.0, "reward 16": 0.9}
     for kl, reward in ((2.0, 0.6), (18.0, 0.9), (10.0, 0.8)):  # 1 - sqrt(0.4 · 0.1); a line: 0.75
-        assert reproduce.at_kl(run, kl) == pytest.approx(reward)
+        assert real.reward_at(run, kl) == pytest.approx(reward)
     for kl in (1.0, 18.1):
-        assert math.isnan(reproduce.at_kl(run, kl))
+        assert math.isnan(real.reward_at(run, kl))
 
 
-# The experiments.
-
-def test_the_gap_is_compared_seed_by_seed():
-    said = "\n".join(reproduce.gap(Runs([1, 2, 3], Pretend())))
-    row = next(line for line in said.splitlines() if "GRPO | a worse" in line)
-    assert all(text in row for text in ("0.620 ± 0.025", "0.820", "0.940", "+0.200 ± 0.000", "% [62%"))
-    assert "GRPO, a worse model's data: humanline closes 63%" in said
+def test_both_ways_to_collapse_are_counted():
+    runs = [dict(test=curve) for curve in ([0.6, 0.9, 0.4], [0.6, 0.9, 0.7], [0.6, 0.5, 0.55])]
+    assert reproduce.collapsed(runs, "test") == [1, 2, 3]
 
 
-@pytest.mark.parametrize("name", reproduce.EXPERIMENTS)
-def test_every_experiment_asks_for_its_runs_before_it_knows_them_and_for_flags_that_parse(name):
-    runs = Runs([2], {})
-    reproduce.EXPERIMENTS[name](runs)
-    wanted = list(runs.wanted)
-    assert wanted
-    assert all(flags.count("--loss ") == flags.count("--task ") == 1 for flags in wanted)
-    for flags in wanted:
-        task, drawn_by, words = reproduce.split_flags(flags)
-        assert task in (*bases.TASKS, "demo") and re.fullmatch("|worse|better|quartile-[1-4]", drawn_by)
-        assert humanline.parse_config(["--model", "m", *words]).seed == 2
-    assert all("nan" not in line for line in reproduce.EXPERIMENTS[name](Runs([1, 2, 3], Pretend())))
+# The rules.
+
+def pretend(run: Run) -> dict:
+    """What a run might give: best at 2e-4, online and taper above humanline above plain."""
+    level = dict(plain=0.7, online=0.95).get(run.form, 0.8 if "taper" not in run.form else 0.94)
+    end = level - 0.05 * abs(math.log2(run.lr / 2e-4)) + 0.001 * run.seed % 0.01
+    return dict(validation=[0.65, end], test=[0.65, end], greedy=[0, 0], base_kl=[0, 1])
 
 
-@pytest.mark.parametrize("task", [reproduce.DEMO, reproduce.LONG], ids=lambda task: task.name)
-def test_a_form_that_collapses_and_one_that_does_not_are_told_apart(task):
-    said = "\n".join(reproduce.compare_forms(task, Runs([1, 2, 3], Pretend())))
-    row = lambda name: next(line for line in said.splitlines() if line.startswith(f"| {name} |"))
-    assert "3 of 3" in row(HUMANLINE) and "0 of 3" in row(TAPERED)
-    assert f"**does not hold**: GRPO, {HUMANLINE}, as in the paper, does at least as well as plain offline" in said
-    assert f"**holds**: GRPO, {TAPERED} does better than plain offline, never collapses" in said
+def test_the_plan_ends_with_every_form_tuned_and_tested(monkeypatch):
+    known = {}
+    while missing := experiments.plan(TASKS["six-digits"], known, ([101, 102], [1, 2, 3, 4, 5])):
+        known |= {run: pretend(run) for run in missing}
+    monkeypatch.setattr(experiments, "read_results", lambda path: known)
+    tuned = reproduce.Tuned("six-digits")
+    assert tuned.is_complete and len(tuned.forms) == sum(map(len, FORMS_OF.values()))
+    assert {form.lr for form in tuned.forms.values()} == {2e-4}
+    assert tuned.share("dpo", HUMANLINE) == pytest.approx([0.4, 0.4, 0.4])
+    assert tuned.best_neighbour("kto").startswith("desirable alone") and not unread([tuned], [])
+    known[Run("six-digits", "dpo", "plain", 1e-4, 0, 1)] = pretend(Run("six-digits", "dpo", "plain", 1e-4, 0, 1))
+    assert len(unread([reproduce.Tuned("six-digits")], [])) == 1  # a test base at settings that were not chosen
+    del known[Run("six-digits", "dpo", "plain", 2e-4, 0, 102)]
+    tuned = reproduce.Tuned("six-digits")
+    assert not tuned.is_complete and ("dpo", "plain") not in tuned.forms and ("dpo", "online") in tuned.forms
 
 
-def test_seeds_that_are_not_finished_or_never_learned_are_said_and_left_out():
-    class Some(Pretend):
-        def get(self, flags, default=None):
-            found, seed = super().get(flags), int(flags.split()[-1])
-            if seed == 2:
-                found["exact 0"] = 0.2
-            return {} if seed == 3 and "taper" in flags else found
+@pytest.mark.parametrize("differences, unfinished, outcome", [
+    ((0.02, 0.02, 0.0), 0, "stays"), ((0.02, 0.0, 0.0), 0, "goes"), ((0.02, 0.02, -0.03), 0, "goes"),
+    ((0.02, 0.0, 0.0), 1, "open"), ((0.0, 0.0, 0.0), 1, "goes"), ((-0.03, 0.02, 0.02), 1, "goes")])
+def test_the_taper_stays_where_it_is_above_its_best_neighbour_on_two_tasks(differences, unfinished, outcome):
+    def task(i: int, difference: float):
+        found = dict(mean=difference, low=difference - 0.01, high=difference + 0.01)
+        return SimpleNamespace(name=f"task {i}", is_complete=i >= unfinished, best_neighbour=lambda loss: "RPO",
+                               compare=lambda loss, form, other: found if loss == "dpo" and form == TAPERED else None)
 
-    kept, lines = reproduce.finished(Runs([1, 2, 3], Some()), "grpo", reproduce.SHORT)
-    assert kept.seeds == [1] and "Seed 2 is left out: its base never learned (pass@1 0.200)" in lines[0]
-    assert re.search(r"Left out are the seeds of which not all \d+ runs are there: 3 \(\d+\)", lines[1])
-
-
-def test_one_seed_decides_nothing():
-    lines = reproduce.sparse(Runs([1], Pretend()))
-    assert len(lines) == 3 and all(line.startswith("- **not decided**") for line in lines[1:])
+    tasks = [task(i, difference) for i, difference in enumerate(differences)]
+    assert reproduce.taper_rule(tasks)["outcome"] == outcome
 
 
-def test_runs_of_two_devices_are_compared_but_not_in_pairs():
-    ours, offline = np.array([0.8, 0.7, 0.9]), np.array([0.5, 0.4, 0.6])  # the same luck by seed
-    value = lambda name, what: {HUMANLINE: ours, "plain": offline}.get(name, ours + 0.1)
-    device = dict(zip(("ours", "offline", "online"), ("GPU", "CPU", "CPU")))
-    runs = SimpleNamespace(each=lambda flags: [dict(device=device[flags])] * 3)
-    flags = {HUMANLINE: "ours", "plain": "offline", "online": "online"}
-    verdicts = reproduce.real_verdicts("GRPO", value, runs, flags)
-    assert "online ends above plain offline: +0.400 ± 0.000, paired" in verdicts[0]
-    assert "does better than plain offline: +0.300 ± 0.351, not paired" in verdicts[1]  # 4.303 sqrt(2 · 0.01 / 3)
-    device["ours"] = "CPU"
-    assert "+0.300 ± 0.000, paired" in reproduce.real_verdicts("GRPO", value, runs, flags)[1]
+@pytest.mark.parametrize("high, unfinished, outcome", [(-0.03, 1, "stays"), (-0.01, 0, "goes"), (-0.01, 1, "open")])
+def test_the_prior_stays_where_a_cell_is_surely_worse_without_it(high, unfinished, outcome):
+    found = dict(mean=high - 0.01, low=high - 0.02, high=high)
+    tuned = SimpleNamespace(name="t", is_complete=not unfinished, compare=lambda *names: found)
+    assert reproduce.prior_rule([tuned])["outcome"] == outcome
 
 
-# What is stored, and what is trained.
+# What is stored, and the pages.
 
-def test_a_stored_result_has_flags_of_today_or_says_that_its_code_is_gone():
-    found = set()
-    for name in (*reproduce.TASKS, "real"):
-        for flags in reproduce.read_results(RESULTS / f"{name}.jsonl"):
-            flags = flags.split(" --seed")[0]
-            found.add(flags.partition(" ")[2] if name == "real" else " ".join(reproduce.split_flags(flags)[2]))
-    gone = {flags for flags in found if re.search("--stale|--data embedded|--sync-drift|--sync-alpha", flags)}
-    assert 5 < len(gone) < len(found) / 3
-    for flags in found - gone:
-        assert humanline.parse_config(["--model", "m", *flags.split()]).taper == ("--taper" in flags), flags
-    assert not any("--prior" in flags for flags in found - gone if "--loss grpo" not in flags)
+def unread(tasks, cells) -> list[dict]:
+    """The stored runs that no table reads."""
+    for tuned in tasks:
+        reproduce.task_page(tuned, {loss: tuned.facts(loss) for loss in FORMS_OF})
+    if cells:
+        reproduce.real_page(cells, [reproduce.real_facts(cell) for cell in cells])
+    runs = [run for tuned in tasks for run in tuned.known.values()]
+    runs += [run for cell in cells for by_seed in (*cell.forms.values(), cell.tuning) for run in by_seed.values()]
+    return [run for run in runs if not run.pop("is_shown", False)]
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return reproduce.Everything()
+
+
+def test_every_stored_run_is_read_by_a_table(everything):
+    assert unread(everything.tasks, everything.cells) == []
+    count = sum(len(tuned.known) for tuned in everything.tasks)
+    count += sum(len(by_seed) for cell in everything.cells for by_seed in (*cell.forms.values(), cell.tuning))
+    files = {path.name for path in (CLAIMS / "results").glob("*.jsonl")}
+    assert files <= {"real.jsonl", *(f"tuned-{name}.jsonl" for name in TASKS)}
+    assert count == sum(len((CLAIMS / "results" / name).read_text().splitlines()) for name in files)
+
+
+def test_the_pages_are_those_that_the_stored_runs_give(everything):
+    stale = [name for name, text in everything.pages().items() if (CLAIMS / name).read_text() != text]
+    assert stale == [], "python tests/claims/reproduce.py draws them anew"
+
+
+def test_the_figures_are_drawn(everything, tmp_path):
+    everything.draw(tmp_path)
+    made = {path.name for path in tmp_path.iterdir()}
+    assert {"two-digits.png", "mechanism.png", "gap.png", "real.png"} <= made
+    assert [name for name in made if not (CLAIMS / name).exists()] == []
+
+
+def test_the_flags_of_stored_runs_are_those_of_today(everything):
+    for tuned in everything.tasks:
+        assert all(run.flags() == outcome["flags"].split() for run, outcome in tuned.known.items())
+    flags = {flags.partition(" ")[2].partition(" --seed")[0] for flags in real.read_results()}
+    gone = {words for words in flags if "--stale" in words}
+    assert len(gone) < len(flags) / 4
+    for words in flags - gone:
+        assert humanline.parse_config(["--model", "m", *words.split()]).taper == ("--taper" in words)
+
+
+def test_the_tuned_settings_of_smollm2_are_runs_on_three_seeds(everything):
+    for cell in everything.cells:
+        for name in FORMS_OF["dpo"].keys() & real.FORMS_OF[cell.loss].keys():
+            assert cell.at_tuned(name).keys() == {1, 2, 3}, (cell.task, cell.loss, name)
 
 
 @pytest.mark.parametrize("then, now", [
-    ("--loss grpo --data embedded --sync-k 24 --stale keep --prior 0 --seed 1",
-     "--loss grpo --task two-digits --sync-k 24 --seed 1"),
-    ("--loss grpo --no-humanline --stale taper --prior 1 --seed 1", "--loss grpo --no-humanline --taper --prior 1 --seed 1"),
     ("checked --loss dpo --sync-k 4 --stale taper --prior 0 --lr 2e-5", "checked --loss dpo --sync-k 4 --taper --lr 2e-5"),
+    ("checked --loss grpo --stale keep --prior 0 --lr 2e-5", "checked --loss grpo --lr 2e-5"),
+    ("checked --loss grpo --stale taper --prior 1 --lr 2e-5", "checked --loss grpo --taper --prior 1 --lr 2e-5"),
     ("checked --loss dpo --sync-k 4 --stale taper --prior 1 --lr 2e-5", None),
-    ("--loss grpo --sync-k 8 --stale drop --prior 1 --seed 1", None)])
+    ("checked --loss grpo --sync-k 8 --stale drop --prior 1 --seed 1", None)])
 def test_flags_of_then_are_called_as_today_and_what_is_gone_keeps_its_name(then, now):
-    assert reproduce.today(then) == (now or then)
+    assert real.today(then) == (now or then)
 
 
-def test_the_stored_reports_are_drawn_without_training(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reproduce, "in_processes", lambda *_: pytest.fail("it trains"))
-    assert reproduce.main(["--stored"]) == reproduce.main(["--prior"]) == 0
-    made = {path.name for path in (tmp_path / "evals" / "claims").iterdir()}
-    assert {"two-digits.md", "two-digits.png", "six-digits.md", "real.md", "real.png"} <= made
-    said = capsys.readouterr().out
-    assert "| humanline | 0.315 ± 0.159 |" in said and "| humanline with taper | 0.959 ± 0.022 |" in said
-    assert "GRPO, six-digits, drawn every 64 steps | 5 | 0.940 ± 0.044 | 0.882 ± 0.049 | -0.058 ± 0.034 | 0, 0 |" in said
-    assert "**The prior stays**" in said and "DPO: no cell needs it" in said
-
-
-def test_a_run_is_trained_once_measured_at_each_step_and_kept(tiny, data_files, tmp_path, monkeypatch):
-    base = tmp_path / "bases" / "two-digits-own-1"
-    base.mkdir(parents=True)
-    (base / "model").symlink_to(tiny)
-    rows = [dict(row, answer="1") for row in rows_of("groups", 8)]
-    for name in ("rows", "test"):
-        write_jsonl(base / f"{name}.jsonl", rows)
-    flags = "--loss grpo --task two-digits --batch-size 4 --lr 1e-2 --steps 4 --eval-every 2 --sync-k 1 --seed 1"
-
-    def one(runs):
-        """One run."""
-        return [str(runs(flags.removesuffix(" --seed 1")))]
-
-    monkeypatch.setattr(reproduce, "EXPERIMENTS", dict(gap=one))
-    monkeypatch.setattr(reproduce, "in_processes", lambda function, calls, *_: [function(*call) for call in calls])
-    ask = lambda: reproduce.main(["--only", "gap", "--seeds", "1", "--results", str(tmp_path)])
-    assert ask() == 0
-    [line] = (tmp_path / "gap.jsonl").read_text().splitlines()
-    found = json.loads(line)
-    assert found["flags"] == flags and {"exact 0", "exact 2", "exact 4", "step 2", "greedy 4", "warned"} <= found.keys()
-    assert len({found[f"exact {step}"] for step in (0, 2, 4)}) >= 2 and found["after"] == found["step 4"]
-    monkeypatch.setattr(reproduce, "train_tiny", lambda *_: pytest.fail("it trains again"))
-    assert ask() == 0
-
-
-def test_exact_pass_is_what_samples_tend_to(tiny):
-    config = humanline.parse_config(["--model", tiny, "--max-new-tokens", "8"])
-    sampler = evaluation.load(tiny, config, rewarded=False)
-    rows = [humanline.read_row(row, "", sampler.config) for row in rows_of("prompts", 6)]
-    groups, expected = evaluation.encode(sampler, rows, offline=False), []
-    for group, row in zip(groups, rows):  # a token at a time
-        ids, chance = list(group.prompt), 1.0
-        for token in sampler.tokenizer(row.fields["answer"] + sampler.tokenizer.eos_token)["input_ids"]:
-            chance *= float(sampler.policy(torch.tensor([ids])).logits[0, -1].softmax(-1)[token])
-            ids.append(token)
-        expected.append(chance)
-    assert reproduce.exact_pass(sampler, rows) == pytest.approx(np.mean(expected), rel=1e-4)
-
-
-def test_a_real_run_is_measured_and_its_distance_from_the_base_is_that_of_its_log_probs(tiny, tmp_path, monkeypatch):
-    for name in ("topics", "topics-test", "checks", "checks-test"):
-        write_jsonl(tmp_path / f"{name}.jsonl", rows_of("prompts", 8))
-    reward = "def sentiment(prompts, completions, rows):\n  return [len(text) / 40 for text in completions]\n"
-    (tmp_path / "rewards.py").write_text(reward)
-    monkeypatch.setattr(reproduce, "CONFIGS", tmp_path)
-    monkeypatch.setattr(reproduce, "REAL_STEPS", (0, 2, 4))
-    reproduce.base_sampler.cache_clear()
-    reproduce.draw_base("sentiment", 1, tiny, tmp_path)
-    drawn = [json.loads(line) for line in (tmp_path / "sentiment-1.jsonl").read_text().splitlines()]
-    assert len(drawn) == 8 * 8 and all(len(line["tokens"]) == len(line["logps"]) for line in drawn)
-    found = reproduce.train_real("sentiment --loss grpo --batch-size 2 --sync-k 2 --lr 3e-2 --seed 1", tiny, tmp_path)
-    assert found["device"] == ("CPU" if not torch.cuda.is_available() else torch.cuda.get_device_name())
-    assert abs(found["kl 0"]) < 1e-3 < found["kl 4"] and found["samples"].keys() >= {"worst", "median", "best"}
-    reproduce.base_sampler.cache_clear()
-
-
-@pytest.mark.parametrize("flags, said", [
-    ("--seeds 0", "--seeds is 0; it must be 1 or more"), ("--losses grpo", "--losses: only --real asks for it"),
-    ("--real runs/none", "--real runs/none: no such run or model")])
-def test_a_flag_that_would_change_nothing_or_the_wrong_thing_is_refused(capsys, flags, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    assert reproduce.main(flags.split()) == 2
-    assert re.fullmatch(r"reproduce.py: error: .*\n", err := capsys.readouterr().err) and said in err
+def test_metrics_are_read_under_the_names_of_today(tmp_path):
+    line = dict(task="two-digits", loss="grpo", form="plain", lr=1e-4, k=0, seed=1, clip_low=[0.1], clamped_low=[0.2])
+    write_jsonl(tmp_path / "runs.jsonl", [line])
+    [outcome] = experiments.read_results(tmp_path / "runs.jsonl").values()
+    assert outcome["clip_fraction_low"] == [0.1] and outcome["clamped_low"] == [0.2] and "clip_low" not in outcome

@@ -4,7 +4,7 @@
   python tests/claims/experiments.py two-digits --dry                       # only count the runs that are missing
 
 Interrupt it whenever you like: each run is a line of results/tuned-TASK.jsonl, and is not trained again.
-`reproduce.py --stored` draws tables and figures from these lines.
+`reproduce.py` draws tables and figures from these lines.
 
 The rule, fixed before the runs. **Tuning**, with the same learning rates for every form and the same k for every form
 that syncs, each with each: on two bases that no verdict uses (the first two of 101, 102, ... that learned their task),
@@ -151,19 +151,22 @@ def ranked(task: Task, loss: str, form: str, known: dict[Run, dict], seeds: list
     means = {settings: round(fmean(values), 4) for settings, values in ends.items() if len(values) == len(seeds)}
     return sorted(means, key=lambda settings: (-means[settings], settings[0], -settings[1]))
 
+# Metrics under the names that they had when the first runs were stored.
+RENAMED = dict(clip_low="clip_fraction_low", clip_high="clip_fraction_high")
+
 def read_results(path: Path) -> dict[Run, dict]:
     """The stored runs of a file."""
     known = {}
     for line in path.read_text().splitlines() if path.exists() else ():
-        outcome = json.loads(line)
+        outcome = {RENAMED.get(name, name): value for name, value in json.loads(line).items()}
         known[Run(*(outcome[name] for name in ("task", "loss", "form", "lr", "k", "seed")))] = outcome
     return known
 
 # ---------- One run -----------------------------------------------------------------------------------------
 
 # Means of these metrics of a run are stored, over the steps between two measurements.
-MECHANISM = ("clip_low", "clip_high", "clamped_low", "clamped_high", "drift", "kl", "ess", "taper_weight",
-             "no_difference", "grad_norm", "logp_wanted", "sample_seconds", "step_seconds")
+MECHANISM = ("clip_fraction_low", "clip_fraction_high", "clamped_low", "clamped_high", "drift", "kl", "ess",
+             "taper_weight", "no_difference", "grad_norm", "logp_wanted", "sample_seconds", "step_seconds")
 
 def train(run: Run, home: Path) -> dict:
     """Train; pass@1 on both halves of the held-out problems, greedy accuracy, KL to the base, and the mechanism."""
@@ -184,8 +187,8 @@ def train(run: Run, home: Path) -> dict:
     humanline.Run.measure = measure
     with tempfile.TemporaryDirectory() as folder, quietly() as said:
         out = Path(folder, "run")
-        reward = ["--max-new-tokens", str(recipe.max_new_tokens)]
-        flags = [*run.flags(), "--model", str(base / "model"), "--data", str(base / "rows.jsonl"), *reward,
+        flags = [*run.flags(), "--model", str(base / "model"), "--data", str(base / "rows.jsonl"),
+                 "--eval-data", str(base / "test.jsonl"), "--max-new-tokens", str(recipe.max_new_tokens),
                  "--save-every", "0", "--out", str(out)]
         status = humanline.main(flags)
         lines = humanline.read_lines(out / "metrics.jsonl")
