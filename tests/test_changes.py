@@ -247,7 +247,7 @@ def test_a_loss_can_do_without_a_reference(run, monkeypatch, capsys, more):
     assert "objective   SIMPO; " in capsys.readouterr().out
     assert lines[-1]["loss"] != lines[0]["loss"] and not {"kl", "drift", "unclamped"} & lines[0].keys()
     for flag in ("--sync-k 2", "--perception none", "--taper"):
-        with pytest.raises(humanline.UserError, match="--loss simpo does not read " + flag.split()[0]):
+        with pytest.raises(humanline.UserError, match="--loss simpo does not use " + flag.split()[0]):
             run(f"--loss simpo {flag}")
 
 

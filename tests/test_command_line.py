@@ -128,36 +128,36 @@ def test_a_run_leaves_its_settings_its_metrics_and_a_model(run, loss):
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 GROUP = {"prompt": "a", "completions": ["b", "c"], "scores": [1, 0]}
 BAD_FLAGS = [
-    ("--sync-k -1", r"--sync-k is -1; it must lie from 0 to 1e\+12"),
+    ("--sync-k -1", r"--sync-k is -1; it must be from 0 to 1e\+12"),
     ("--sync-k 1.5", r"--sync-k.*1\.5"),
     ("--sinc-k 3", r"--sinc-k, 3; did you mean --sync-k\?; see --help$"),  # without that flag's own help
     ("--loss ppo", r"--loss ppo: did you mean 'dpo'\?"),
-    ("--loss sft", r"--loss sft: known: dpo, grpo, kto"),
-    ("--kl-beta 0.1 --loss dpo", r"--loss dpo does not read --kl-beta; leave it out"),
+    ("--loss sft", r"--loss sft: choose one of dpo, grpo, kto"),
+    ("--kl-beta 0.1 --loss dpo", r"--loss dpo does not use --kl-beta; omit it"),
     ("--lr", r"--lr"),
     ("--lr fast", r"--lr: could not convert string to float: 'fast'; see --help$"),
-    ("--lr nan", r"--lr is nan; it must lie from 1e-12 to"),
-    ("--log-eps-p 2", r"--log-eps-p 2\.0 is not below --log-eps-r 1\.5"),
-    ("--temperature 1e-300", r"--temperature is 1e-300; it must lie from 0\.001 to 1000"),
-    ("--top-p 1.5", r"--top-p is 1\.5; it must lie from"),
-    ("--batch-size 99999999999", r"--batch-size 99999999999: a step takes"),
-    ("--sample-every 1 --group-size 1", r"--group-size 1 leaves nothing to compare"),
-    ("--prompt-template hello", r"--prompt-template has no \{prompt\}"),
-    ("--resume latest", r"--resume latest .* name it with --out"),
-    ("--resume nowhere", r"nowhere: not a whole checkpoint"),
+    ("--lr nan", r"--lr is nan; it must be from 1e-12 to"),
+    ("--log-eps-p 2", r"--log-eps-p 2\.0 must be below --log-eps-r 1\.5"),
+    ("--temperature 1e-300", r"--temperature is 1e-300; it must be from 0\.001 to 1000"),
+    ("--top-p 1.5", r"--top-p is 1\.5; it must be from"),
+    ("--batch-size 99999999999", r"--batch-size 99999999999: a step needs"),
+    ("--sample-every 1 --group-size 1", r"--group-size must be at least 2"),
+    ("--prompt-template hello", r"--prompt-template must contain \{prompt\}"),
+    ("--resume latest", r"--resume latest .* pass --out"),
+    ("--resume nowhere", r"nowhere: not a complete checkpoint"),
     ("--config missing.toml", r"--config missing\.toml: .*No such file"),
     ("--data missing.jsonl", r"--data missing\.jsonl: .*No such file"),
-    ("--model no-such-folder", r"--model no-such-folder: .*; name a Hugging Face model or a folder"),
-    ("--no-humanline --sync-k 7", r"--sync-k: --no-humanline is without it"),
+    ("--model no-such-folder", r"--model no-such-folder: .*; pass a Hugging Face model or a folder"),
+    ("--no-humanline --sync-k 7", r"--sync-k: --no-humanline turns it off"),
     ("--out /dev/null/x", r"--out /dev/null/x: .*; choose another folder"),
-    ("--template-values {enable_thinking:false}", r"--template-values: .*; write JSON, such as '\{\"enable_thi"),
-    ("--template-values [1]", r"--template-values: .*; write JSON"),
-    ("--sample-every 1 --max-new-tokens 64", r"no row is left: .* in 64 of the model's 64; .* --max-new-tokens"),
-    ("--max-length 30 --max-prompt-length 3", r"must fit in 3 tokens, and with its completion in 30 of the model's 64"),
-    ("--shard", r"--shard needs several ranks; start torchrun"),
-    ("--data x --data y", r"--data is there twice; write --data ONE OTHER"),
-    ("--data=x --data=y", r"--data is there twice; write --data ONE OTHER"),
-    ("--no_humanline --sync_k=4", r"--sync-k: --no-humanline is without it"),
+    ("--template-values {enable_thinking:false}", r"--template-values: .*; pass JSON, such as '\{\"enable_thi"),
+    ("--template-values [1]", r"--template-values: .*; pass JSON"),
+    ("--sample-every 1 --max-new-tokens 64", r"no row is short enough: .* 64 \(the model has 64\); .* --max-new-tokens"),
+    ("--max-length 30 --max-prompt-length 3", r"may have 3 tokens, and with its completion 30 \(the model has 64"),
+    ("--shard", r"--shard needs several ranks; use torchrun"),
+    ("--data x --data y", r"--data appears twice; write --data FIRST SECOND"),
+    ("--data=x --data=y", r"--data appears twice; write --data FIRST SECOND"),
+    ("--no_humanline --sync_k=4", r"--sync-k: --no-humanline turns it off"),
     ("extra", r"extra"),
 ]
 BAD_CONFIGS = [
@@ -169,22 +169,22 @@ BAD_CONFIGS = [
 ]
 BAD_ROWS = [  # (loss and flags, rows, complaint)
     ("dpo", [PAIR, {"prompt": "a", "chosen": "b"}], r"row 2 cannot be read: no 'rejected'"),
-    ("dpo", [PAIR, dict(PAIR, prompt=" ")], r"row 2: an empty text of the user"),
-    ("dpo", [{"text": "a"}], r"row 1: no 'prompt'; every row needs it"),
-    ("dpo", [dict(GROUP, scores=[1, 1])], r"no row has a better and a worse completion"),
+    ("dpo", [PAIR, dict(PAIR, prompt=" ")], r"row 2: the text of the user is empty"),
+    ("dpo", [{"text": "a"}], r"row 1: no 'prompt'; every row needs one"),
+    ("dpo", [dict(GROUP, scores=[1, 1])], r"no row has both a better and a worse completion"),
     ("grpo", [{"prompt": "a", "completion": "b", "label": True}],
-     r"labelled completions make no pairs or groups; use --loss kto"),
+     r"labelled completions do not form pairs or groups; use --loss kto"),
     ("kto", [{"prompt": "a", "completion": "b", "label": "yes"}], r"row 1: a score or label is 'yes'"),
-    ("grpo", [GROUP, dict(GROUP, scores=[1, "high"])], r"row 2: a score or label is 'high'; it must be a number below"),
+    ("grpo", [GROUP, dict(GROUP, scores=[1, "high"])], r"row 2: a score or label is 'high'; it must be a finite number"),
     ("kto", [dict(prompt="a", completion="b", reward=1, tokens=[5, -3], logps=[-1, -1])],
-     r"row 1: 'tokens' and 'logps' are not token ids and as many log-probs"),
+     r"row 1: 'tokens' and 'logps' must be token ids and as many log-probs"),
     ("grpo", [GROUP, dict(GROUP, scores=[1, 0, 1])], r"row 2: 2 completions have 3 scores"),
     ("grpo", [dict(GROUP, scores=[1, float("nan")])], r"row 1: a score or label is nan"),
     ("grpo", [dict(GROUP, prompt=[dict(role="user", content=["a"])])],
-     r"row 1: a message's content is \['a'\], not text"),
-    ("grpo", [{"prompt": "a", "answer": "b"}], r"prompts without completions, or without their labels; draw them with --sample-every 1"),
+     r"row 1: the content of a message is \['a'\]; it must be a string"),
+    ("grpo", [{"prompt": "a", "answer": "b"}], r"some prompts have no completions or labels; sample completions with --sample-every 1"),
     ("grpo --sample-every 1", [{"prompt": "a"}], r"row 1: no answer; --reward exact"),
-    ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is left: a prompt must fit in 64 tokens"),
+    ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is short enough: a prompt may have 64 tokens"),
     ("dpo", [], r"no rows"),
 ]
 
@@ -229,7 +229,7 @@ def test_a_bad_row_is_one_line_that_names_it(tiny, tmp_path, capsys, loss, rows,
     ("rows.jsonl", b"[1, 2]\n", r"row 1 cannot be read"),
     ("rows.jsonl", b"\xff\xfe\xfa\n", r"row 1: not JSON"),
     ("rows.parquet", b"prompt,answer\n", r"rows\.parquet: "),
-    ("rows.txt", b"x", r"name a \.jsonl, \.json, \.csv or \.parquet file"),
+    ("rows.txt", b"x", r"pass a \.jsonl, \.json, \.csv or \.parquet file"),
 ])
 def test_a_file_that_is_not_what_its_ending_says_is_one_line(tiny, tmp_path, capsys, name, content, expected):
     (tmp_path / name).write_bytes(content)
@@ -239,7 +239,7 @@ def test_a_file_that_is_not_what_its_ending_says_is_one_line(tiny, tmp_path, cap
 def test_the_error_reaches_the_shell_as_one_line_and_status_2(tmp_path):
     done = command("--sync-k", "-1", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "humanline.py: error: --sync-k is -1; it must lie from 0 to 1e+12\n"
+    assert done.stderr == "humanline.py: error: --sync-k is -1; it must be from 0 to 1e+12\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -257,9 +257,9 @@ def test_a_folder_that_holds_a_run_is_not_written_over(run, tiny, data_files, tm
     flags = ["--model", tiny, "--data", data_files["groups"], "--out", str(folder)]
     assert "holds a finished run" in complaint(flags, tmp_path, capsys)
     assert humanline.main(flags + ["--resume", "latest"]) == 0  # nothing to do
-    assert "is finished already" in capsys.readouterr().err
+    assert "is already finished" in capsys.readouterr().err
     shutil.rmtree(folder / "final")
-    assert "did not finish; go on with --resume latest" in complaint(flags, tmp_path, capsys)
+    assert "an unfinished run; pass --resume latest" in complaint(flags, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["config.toml", "rollouts.jsonl", "eval_rollouts.jsonl", "metrics.jsonl", "checkpoint"])
@@ -287,7 +287,7 @@ def test_two_runs_in_one_folder_do_not_overlap(tiny, data_files, tmp_path, monke
     monkeypatch.setattr(humanline, moment, beside_another)
     status = humanline.main(flags)
     assert sorted([status, *others]) == [0, 2] and len(metrics(tmp_path / "out")) == 1
-    said = {"load_policy": "holds a finished run", "lock": "another process trains into it"}[moment]
+    said = {"load_policy": "holds a finished run", "lock": "another process is training in it"}[moment]
     assert said in capsys.readouterr().err
 
 
@@ -368,7 +368,7 @@ def test_the_file_alone_keeps_its_promise_that_no_reward_stops_a_run(alone, tiny
 def test_the_file_alone_says_what_the_reward_of_mathematics_needs(alone, tiny, data_files):
     done = alone(*short_run(tiny, data_files["prompts"], "--sample-every 1 --reward math"), "--out", "math")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (alone.folder / "math").exists()
-    assert re.search(r"error: --reward math needs .*configs/math_reward\.py; copy that file there", done.stderr)
+    assert re.search(r"error: --reward math needs the file .*configs/math_reward\.py; copy it there", done.stderr)
 
 
 def test_the_scripts_own_requirements_are_those_of_requirements_txt():

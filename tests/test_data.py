@@ -155,7 +155,7 @@ def test_no_turn_of_a_prompt_gets_lost_where_the_answers_are_dialogues(prompt, t
 
 def test_a_part_of_a_message_that_would_be_lost_is_refused():
     call = dict(role="assistant", content="", tool_calls=[dict(function=dict(name="add"))])
-    with pytest.raises(UserError, match=r"row 1: a message has \['tool_calls'\], which is not read; write it into"):
+    with pytest.raises(UserError, match=r"row 1: a message has \['tool_calls'\], which are not read; move them into"):
         read(dict(prompt=[USER("2+2?"), call, dict(role="tool", content="4")], chosen="4", rejected="5"))
     with pytest.raises(UserError, match=r"a message has \['reasoning_content'\]"):
         read(dict(prompt="2+2?", chosen=[ASSISTANT("4") | dict(reasoning_content="two twos")], rejected="5"))
@@ -213,7 +213,7 @@ def test_over_long_rows_are_dropped_and_counted_in_one_warning(tiny, capsys, set
     rows = [dict(prompt="p" * prompt, chosen="a" * chosen, rejected="b") for prompt, chosen in lengths]
     _, groups = encoded(tiny, rows, **settings)
     assert [group.row for group in groups] == kept
-    assert f"--data: dropped {4 - len(kept)} rows as over-long: a prompt must fit in" in capsys.readouterr().err
+    assert f"--data: dropped {4 - len(kept)} rows that are too long: a prompt may have" in capsys.readouterr().err
 
 
 def test_online_prompts_need_room_for_a_completion(tiny):

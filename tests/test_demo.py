@@ -65,7 +65,7 @@ def test_the_file_copied_alone_says_what_the_demo_lacks(tmp_path):
     line = [sys.executable, "humanline.py", "--steps", "1"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "--model and --data name nothing, and the demo, " in done.stderr
+    assert "pass --model and --data; the demo needs the folder " in done.stderr
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
@@ -82,7 +82,7 @@ def test_each_loss_has_its_settings_and_a_loss_of_ones_own_those_of_its_unit(los
 
 def test_one_of_model_and_data_alone_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for given, lacking in (("--model", "--data names nothing"), ("--data", "--model names nothing")):
+    for given, lacking in (("--model", "--data is missing"), ("--data", "--model is missing")):
         assert humanline.main([given, str(DEMO)]) == 2 and lacking in capsys.readouterr().err
 
 

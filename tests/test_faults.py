@@ -92,7 +92,7 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in error
-    assert error.splitlines()[-1] == "humanline.py: stopped at once; what was saved before stays"
+    assert error.splitlines()[-1] == "humanline.py: stopped at once; earlier checkpoints are kept"
 
 
 @pytest.mark.parametrize("program", ["humanline.py", "eval.py"])

@@ -207,7 +207,7 @@ def globals_of(code) -> set[str]:
 
 @pytest.mark.parametrize("name", [*re.findall(r"^def (\w+)", SECTION, re.MULTILINE), "token_logps"])
 def test_a_pure_function_needs_nothing_but_torch_and_what_its_docstring_says_to_paste_with_it(name):
-    sentence = re.search(r"Paste with ([^.]*)\.", getattr(humanline, name).__doc__)
+    sentence = re.search(r"copy\s+(`\w+`) as\s+well", getattr(humanline, name).__doc__)
     names = [name, *(re.findall(r"`(\w+)`", sentence[1]) if sentence else [])]
     source = "\n\n".join(inspect.getsource(getattr(humanline, name)) for name in names)
     code = compile(source, "pasted.py", "exec")

@@ -124,5 +124,5 @@ def test_a_sample_whose_reward_fails_counts_as_asked_and_is_counted(run, tmp_pat
 
 @pytest.mark.parametrize("spec", ["maths", "math=8", "a.py", "a.py:f=1"])
 def test_a_bad_reward_is_one_line(spec):
-    with pytest.raises(humanline.UserError, match="--reward .*: write exact, math"):
+    with pytest.raises(humanline.UserError, match="--reward .*: pass exact, math"):
         humanline.parse_config(["--reward", spec])

@@ -150,7 +150,7 @@ def test_a_peft_folder_is_merged_on_load_and_measured(run, tmp_path, data_files,
     for name in (str(first), str(first / "final")):
         assert evaluation.main(["show", "--model", name, "--data", data_files["prompts"], "--prompts", "2"]) == 0
     start = f"--model {first}/final --data {data_files['groups']} --lora 4 --out {tmp_path}/o".split()
-    assert "has adapters already; merge them before --lora adds others" in complaint(start, tmp_path, capsys)
+    assert "already has adapters; merge them before using --lora" in complaint(start, tmp_path, capsys)
 
 
 # Ranks.
@@ -181,7 +181,7 @@ def test_two_ranks_sharded_or_not_train_the_adapters_of_one(run, tiny, data_file
 
 @pytest.mark.parametrize("flag, least", [("--lora -1", 0), ("--lora-alpha 0", 1)])
 def test_a_bad_flag_of_lora_is_one_line(flag, least):
-    with pytest.raises(humanline.UserError, match=f"it must lie from {least} to"):
+    with pytest.raises(humanline.UserError, match=f"it must be from {least} to"):
         humanline.parse_config(f"--model x {flag}".split())
 
 

@@ -446,7 +446,7 @@ def test_dialogues_keep_their_speakers_where_the_model_has_no_template(folder, c
     _, tokenizer, group = encoded(folder("gpt2"), row)
     assert tokenizer.decode(group.prompt, skip_special_tokens=True) == start.replace(": ", ":\n") + "\n"
     assert tokenizer.decode(group.completions[0], skip_special_tokens=True) == "Madrid."
-    assert "its dialogues are written as Human: … Assistant: …" in capsys.readouterr().err
+    assert "so dialogues are formatted as Human: … Assistant: …" in capsys.readouterr().err
     policy, tokenizer, group = encoded(folder("llama-plain"), row)
     assert group.prompt.count(tokenizer.bos_token_id) == 1
     policy, tokenizer, config = load(folder("gpt2"), max_new_tokens=4)  # held-out rows do not decide on it
@@ -500,10 +500,10 @@ def test_a_tokenizer_that_is_not_the_models_own_is_refused(folder, tmp_path, cap
     for file in [*(tmp_path / "none").glob("tokenizer*"), *(tmp_path / "none").glob("chat_template*")]:
         file.unlink()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "none")
-    assert re.search(r"row 1: .*makes no tokens", refusal(str(tmp_path / "none"), tmp_path, capsys))
+    assert re.search(r"row 1: .*gives no tokens", refusal(str(tmp_path / "none"), tmp_path, capsys))
     add = lambda tokenizer: tokenizer.add_tokens(["1+1"])
     more = with_tokenizer(folder("llama3"), tmp_path / "more", add)
-    assert "or some that the model does not know" in refusal(more, tmp_path, capsys)
+    assert "or some that the model does not have" in refusal(more, tmp_path, capsys)
 
 
 def test_an_unknown_attention_implementation_is_one_line(folder, tmp_path, capsys):

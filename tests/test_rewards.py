@@ -281,7 +281,7 @@ def test_a_function_may_return_an_array_or_numbers_of_any_kind(user_files):
 
 @pytest.mark.parametrize("kind, reason", [
     ("raise", "KeyError: 'no such"), ("exit", "SystemExit: 0"), ("crash", "its process died"),
-    ("hang", "took longer than 0.5 s"), ("wrong length", "is no list of 4"), ("no list", "no attribute 'tolist'"),
+    ("hang", "took longer than 0.5 s"), ("wrong length", "is not a list of 4"), ("no list", "no attribute 'tolist'"),
     ("nan", "nan"), ("none", "None"), ("huge", "1000000"),
 ])
 def test_a_bad_score_costs_its_sample_alone_and_one_warning(user_files, capsys, kind, reason):
@@ -465,10 +465,10 @@ def test_a_reward_that_fails_after_the_first_rollouts_does_not_stop_a_run(run, t
 
 
 @pytest.mark.parametrize("reward, expected", [
-    ("maht", r"--reward maht: write exact, math or FILE.py:function"),
+    ("maht", r"--reward maht: pass exact, math or FILE.py:function"),
     ("missing.py:f", r"--reward missing.py:f: .*No such file.*missing.py.*; write FILE.py:function"),
     ("empty.py:f", r"--reward empty.py:f: AttributeError: .*no attribute 'f'"),
-    ("model:tiny", r"--reward model:tiny: .*a reward model is configs/model_reward.py:score"),
+    ("model:tiny", r"--reward model:tiny: .*such as the reward model configs/model_reward.py:score"),
     ("math", r"rows.jsonl row 2: no answer and no solution; --reward math"),
     ("exact", r"rows.jsonl row 2: no answer; --reward exact"),
 ])
@@ -498,5 +498,5 @@ def test_offline_training_loads_no_reward(run, tmp_path):
 
 @pytest.mark.parametrize("flag", ["--reward-seconds 0", "--reward-failed nan"])
 def test_a_bad_setting_of_rewards_is_one_line(flag):
-    with pytest.raises(UserError, match=f"{flag.split()[0]} is .*; it must lie from"):
+    with pytest.raises(UserError, match=f"{flag.split()[0]} is .*; it must be from"):
         humanline.parse_config(flag.split())

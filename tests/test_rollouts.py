@@ -95,7 +95,7 @@ def test_rows_of_another_model_cost_the_others_nothing(tiny, tmp_path, capsys):
     ours, theirs = humanline.encode_rows(rows, humanline.Sampler(policy, tokenizer, config))
     assert ours.completions == [ids] * 2 and ours.logps == [line["logps"]] * 2
     assert theirs.completions == [[*ids, tokenizer.eos_token_id]] * 2 and theirs.logps == []
-    assert "the tokens of 1 rows are not what this tokenizer makes of their text" in capsys.readouterr().err
+    assert "the tokens of 1 rows do not match their texts under this tokenizer" in capsys.readouterr().err
 
 
 def test_held_out_completions_have_a_file_of_their_own(run, data_files):
@@ -160,7 +160,7 @@ def test_the_shares_of_clipped_tokens_and_the_lengths_equal_a_plain_count(tiny):
 @pytest.mark.parametrize("lines, word, step", [
     ([dict(truncated=0.4)] * 3 + [dict(truncated=0.6)] * 3, "--max-new-tokens", 4),
     ([dict(reward_std=0.1), dict(), dict(reward_std=1.4e-17)], "same reward", 3),
-    ([dict(logp_wanted=-1.0, completion_length=1)] * 20 + [dict(logp_wanted=-3.0)] * 20, "coming apart", 27),
+    ([dict(logp_wanted=-1.0, completion_length=1)] * 20 + [dict(logp_wanted=-3.0)] * 20, "collapsing", 27),
 ])
 def test_a_warning_comes_once_and_in_time(lines, word, step):
     watch = humanline.Watch()

@@ -143,7 +143,7 @@ def test_an_engine_agrees_with_the_trainer_about_log_probs_and_one_that_does_not
         run, sampler, tmp_path):
     """As a server does that kept a part of the old weights."""
     flags = f"--sample-every 2 --steps 4 --temperature 0.8 --sampler {sampler('unsure', code=ENGINE)}"
-    says = ("^step 1: --sampler .*unsure is 0.100 nats a token from the policy.*more than 0.05;"
+    says = ("^step 1: --sampler .*unsure differs from the policy by 0.100 nats a token .*limit 0.05.;"
             ".*--resume latest$")
     with pytest.raises(UserError, match=says):
         run(flags, out=str(tmp_path / "ended"))
@@ -191,7 +191,7 @@ def test_a_resume_between_two_drawings_is_exact(run, sampler, tmp_path, data_fil
 
 # What goes wrong costs a line.
 
-NOT_THAT = "is not 32 completions, each as token ids and log-probs"
+NOT_THAT = "is not 32 completions of token ids and log-probs"
 NOT_SO_MANY = "not 4 completions for each of 8 prompts"
 BREAKS = {  # what the second drawing does, and what is said of it
     "os.kill(os.getpid(), 9)": "its process ended with status -9",
@@ -298,7 +298,7 @@ def test_a_sampler_that_does_not_start_costs_a_line(run, sampler, tmp_path, monk
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--sampler vllm", "--sampler vllm: write generate or FILE.py:function"),
+    ("--sampler vllm", "--sampler vllm: pass generate or FILE.py:function"),
     ("--sampler missing.py:f", "--sampler missing.py:f: No such file: missing.py; write FILE.py:function"),
     (f"--sampler {EXTERNAL}:f", "--sampler .*external.py:f: no 'f'"),
 ])

@@ -65,14 +65,14 @@ TURNS = [dict(content="What is 1+1?", role="user")]
 
 
 @pytest.mark.parametrize("row, expected", [
-    (dict(prompt="a", completion="b", reward=1, tokens=[9, 3], logps=[5.0, -1.0]), "are not token ids and as many log-probs"),
+    (dict(prompt="a", completion="b", reward=1, tokens=[9, 3], logps=[5.0, -1.0]), "must be token ids and as many log-probs"),
     (dict(prompt="a", completions=["b", "c"], scores=[0, 1e200]), "a score or label is 1e+200"),
     (dict(prompt="a", completion="b", label=4), "a label is 4; it must be 1 or true for a good"),
     (dict(prompt="a", completion="b", label="0.5"), "a label is '0.5'"),
     (dict(prompt="a", output_A="b", output_B="c", label="2"), "a label is '2'"),
     (dict(prompt="a", output_A="b", output_B="c", label=0.5), "a label is 0.5"),
-    (dict(prompt=json.dumps(TURNS), chosen="b", rejected="c"), "chat messages in a text; write the rows as JSON lines"),
-    (dict(prompt="a", chosen=str(TURNS), rejected="c"), "chat messages in a text"),
+    (dict(prompt=json.dumps(TURNS), chosen="b", rejected="c"), "chat messages inside a string; save the rows as JSON lines"),
+    (dict(prompt="a", chosen=str(TURNS), rejected="c"), "chat messages inside a string"),
 ])
 def test_a_row_that_would_be_misread_is_one_line(tiny, tmp_path, capsys, row, expected):
     data = write_jsonl(tmp_path / "rows.jsonl", [row])
@@ -82,7 +82,7 @@ def test_a_row_that_would_be_misread_is_one_line(tiny, tmp_path, capsys, row, ex
 
 def test_a_name_that_no_row_has_is_not_made_a_part_of_every_prompt(tiny, data_files, tmp_path, capsys):
     wrong = [*short_run(tiny, data_files["groups"]), "--prompt-template", "Solve: {prompt} {promt}"]
-    assert "row 1: --prompt-template: no 'promt'; name a column" in complaint(wrong, tmp_path, capsys)
+    assert "row 1: --prompt-template: no 'promt'; name columns" in complaint(wrong, tmp_path, capsys)
     humanline.read_rows(data_files["groups"], humanline.Config(prompt_template="{answer}: {prompt}"), "--data")
 
 
@@ -91,16 +91,16 @@ def test_a_chat_template_that_drops_what_was_given_is_one_line(tiny, data_files,
     template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}A:"
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     wrong = short_run(tmp_path / "model", data_files["groups"], "--system Rhyme!")
-    assert "row 1: the model's chat template leaves out a message of its prompt" in complaint(wrong, tmp_path, capsys)
+    assert "row 1: the chat template of the model drops a message of its prompt" in complaint(wrong, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("flags, rows, expected", [
     ("--loss kto --sample-every 1 --batch-size 10 --group-size 4", "prompts",
      "--batch-size 10 counts completions, which come in groups of --group-size 4; use a multiple of it"),
-    ("--loss dpo --batch-size 25", "pairs", "--batch-size 25: a step takes 25 prompts, pairs or examples"),
-    ("--loss kto --sample-every 1 --batch-size 100", "prompts", "and --data has 24; lower it"),
+    ("--loss dpo --batch-size 25", "pairs", "--batch-size 25: a step needs 25 prompts, pairs or examples"),
+    ("--loss kto --sample-every 1 --batch-size 100", "prompts", "but --data has 24; lower it"),
     ("--taper --sample-every 2 --top-p 0.9", "prompts",
-     "--taper compares log-probs over the whole vocabulary; online it needs --top-p 1"),
+     "--taper compares log-probs over the whole vocabulary; online, pass --top-p 1"),
 ])
 def test_a_batch_that_would_be_another_is_one_line(tiny, data_files, tmp_path, capsys, flags, rows, expected):
     given = short_run(tiny, data_files[rows], f"--out {tmp_path / 'out'} {flags}")
@@ -110,8 +110,8 @@ def test_a_batch_that_would_be_another_is_one_line(tiny, data_files, tmp_path, c
 # Models.
 
 @pytest.mark.parametrize("spoil, expected", [
-    ("layers", "it has no place for model.layers.1."), ("more", "it has no place for model.extra"),
-    ("fewer", "its files lack model.norm.weight"), ("nan", "its logits are not finite numbers")])
+    ("layers", "its files hold model.layers.1."), ("more", "its files hold model.extra"),
+    ("fewer", "its files lack model.norm.weight"), ("nan", "its logits or its weights contain NaN or infinity")])
 def test_weights_that_do_not_fit_are_one_line(tiny, data_files, tmp_path, capsys, spoil, expected):
     model = tmp_path / "model"
     shutil.copytree(tiny, model)
@@ -153,7 +153,7 @@ def test_a_resume_notices_what_else_its_rewards_and_weights_depend_on(run, tiny,
         file = {"template": model / "chat_template.jinja", "reward": reward, "sampler": sampler}[changed]
         with open(file, "a") as text:
             text.write(" ")
-    with pytest.raises(humanline.UserError, match="since then --data, .* have changed"):
+    with pytest.raises(humanline.UserError, match="--data, .* have changed since"):
         run("--resume latest", flags=start, out=str(out))
 
 
@@ -183,7 +183,7 @@ def test_a_run_of_another_version_is_called_that(run, tiny, data_files, tmp_path
 @pytest.mark.parametrize("flags, expected", [
     ("--reward nosuchfile.py:f", "--reward nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function"),
     ("--sampler nosuchfile.py:f", "--sampler nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function"),
-    ("--eval-every 2", "--eval-every 2 has nothing to measure on; add --eval-data"),
+    ("--eval-every 2", "--eval-every 2 needs data to measure on; add --eval-data"),
 ])
 def test_a_flag_that_would_do_nothing_is_one_line(tiny, data_files, tmp_path, capsys, flags, expected):
     assert expected in complaint(short_run(tiny, data_files["groups"], flags), tmp_path, capsys)
@@ -194,7 +194,7 @@ def test_measuring_on_prompts_of_the_training_data_is_warned_of(run, tiny, tmp_p
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     held = write_jsonl(tmp_path / "held.jsonl", rows[:3] + [dict(prompt="9+9=", answer="18")])
     run("", flags=short_run(tiny, data, f"--no-humanline --sample-every 1 --steps 1 --eval-data {held}"))
-    assert "warning: --eval-data: 3 of its prompts are in --data, too" in capsys.readouterr().err
+    assert "warning: --eval-data: 3 of its prompts are also in --data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", ["--seed 7", "--data other.jsonl"])

@@ -174,7 +174,7 @@ def test_a_nan_is_one_line_and_status_1_and_leaves_the_last_checkpoint(
 
     monkeypatch.setattr(humanline, "forward_backward", poisoned)
     assert humanline.main(short_run(tiny, data_files["groups"], f"--save-every 1 --steps 6 --out {out}")) == 1
-    expected = r"humanline.py: stopped: step 4: loss .*what was saved before is in .*checkpoint.*\n"
+    expected = r"humanline.py: stopped: step 4: loss .*earlier checkpoints are in .*checkpoint.*\n"
     assert re.fullmatch(expected, capsys.readouterr().err)
     assert len(metrics(out)) == 3 and not (out / "final").exists()
     assert humanline.find_damage(out / "checkpoint" / "step-00000003") == ""

@@ -71,9 +71,9 @@ PAIR = dict(chosen="a", rejected="b")
 
 
 @pytest.mark.parametrize("loss, rows, flags, words", [
-    ("kto", dict(completion="a", label=True), "", "all examples are of one kind"),
-    ("dpo", PAIR, "--steps 42 --lr 1e-6", "42 steps of 1 go through the data 10 times"),
-    ("dpo", PAIR, "--dtype bfloat16 --lr 1e-5", "at --lr 1e-05 most updates are below half a bf16 step"),
+    ("kto", dict(completion="a", label=True), "", "all examples are desirable, or all undesirable"),
+    ("dpo", PAIR, "--steps 42 --lr 1e-6", "42 steps of 1 pass over the data 10 times"),
+    ("dpo", PAIR, "--dtype bfloat16 --lr 1e-5", "at --lr 1e-05 most updates are too small for bf16 step"),
     ("dpo", PAIR, "--dtype bfloat16", ""),
 ])
 def test_what_is_hardly_meant_costs_one_warning(tiny, tmp_path, capsys, loss, rows, flags, words):
@@ -125,7 +125,7 @@ def test_a_run_that_starts_afresh_keeps_what_it_drew_before(run, tmp_path, capsy
     run("--sample-every 1 --save-every 0 --resume latest", data="prompts", out=str(out))
     [kept] = out.glob("rollouts-*.jsonl")
     assert kept.read_bytes() == drawn and (out / "rollouts.jsonl").read_bytes() == drawn  # drawn again
-    assert f"what it wrote is kept as {kept}" in capsys.readouterr().err
+    assert f"its old log is now {kept}" in capsys.readouterr().err
 
 
 def test_a_run_taken_back_to_an_earlier_checkpoint_drops_the_later_ones(tiny, data_files, tmp_path):
@@ -172,7 +172,7 @@ def test_a_rank_without_a_gpu_is_told_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(humanline.UserError, match="rank 3 has no GPU; say --nproc_per_node 2"):
+    with pytest.raises(humanline.UserError, match="rank 3 has no GPU; pass --nproc_per_node 2"):
         humanline.join_ranks()
 
 
