@@ -52,17 +52,24 @@ def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(ti
     assert (shared[0] > 0) == (prompts > 1) and shared[-1] == 0
 
 
-def test_grpo_can_average_over_the_sequences_of_the_whole_batch(tiny):
-    policy, _, config = policy_of(tiny, loss="grpo", average="sequence", microbatch_tokens=30)
+@pytest.mark.parametrize("average", ["token", "sequence", "constant"])
+def test_grpo_averages_over_the_whole_batch_with_the_sequences_that_teach_nothing(tiny, average):
+    policy, _, config = policy_of(tiny, loss="grpo", average=average, microbatch_tokens=30, max_new_tokens=11)
     batch = random_batch("grpo")
     losses = []
     for sequence, logps in zip(batch.sequences, logps_of(policy, batch.sequences)):
+        sequence.is_idle = sequence.advantage == 0
         ratio = (logps - sequence.ref_logps).clamp(-1.5, 1.5).exp()
         clipped = ratio.clamp(0.8, 1.2)
-        losses.append(-torch.minimum(sequence.advantage * ratio, sequence.advantage * clipped).mean())
-    expected = torch.stack(losses).mean().item()
+        losses.append(-torch.minimum(sequence.advantage * ratio, sequence.advantage * clipped))
+    assert 0 < sum(sequence.is_idle for sequence in batch.sequences) < 8
+    expected = {
+        "token": torch.cat(losses).mean(),
+        "sequence": sum(loss.mean() for loss in losses) / 8,
+        "constant": sum(loss.sum() for loss in losses) / (8 * 11),
+    }
     report = humanline.forward_backward(policy, batch, config)
-    assert report["loss"] == pytest.approx(expected, rel=1e-4)
+    assert report["loss"] == pytest.approx(expected[average].item(), rel=1e-4)
 
 
 def test_a_batch_of_one_kind_or_of_nothing_is_a_step_like_any_other(tiny):
