@@ -74,10 +74,11 @@ CASES |= {
 def settings_of(case: dict) -> dict:
     """The settings of both programs. The clip's bounds are narrow and differ in size, so that both act. AdamW's
     epsilon is large because its first steps divide a gradient by its own size, which would magnify rounding errors.
-    The gradient's norm is not clipped, because clipping would hide a wrong scale of the loss.
+    The gradient's norm is not clipped, because clipping would hide a wrong scale of the loss. β and ε are not the
+    defaults.
     """
     return dict(log_eps_p=-0.3, log_eps_r=0.2, batch_size=8, lr=5e-3, adam_eps=1e-3, max_grad_norm=1e6, steps=STEPS,
-                taper=False, reward="varied") | case
+                taper=False, reward="varied", beta=0.3, epsilon=0.15) | case
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,7 @@ def weights_of_plain(case: dict, model: str, data: Path, out: Path) -> tuple[dic
     that they were drawn with are from plain.py's."""
     settings = settings_of(case)
     del settings["reward"]  # the run has written it down
+    plain.BETA, plain.EPSILON = settings.pop("beta"), settings.pop("epsilon")
     plain.config = plain.Settings(**settings)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
