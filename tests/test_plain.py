@@ -40,8 +40,6 @@ FORMS = {
     "plain": dict(humanline=False),
     "humanline": dict(),
     "taper": dict(taper=True),
-    "sync alone": dict(perception="none"),
-    "perception alone": dict(sync_k=0),
 }
 SOURCES = {
     "offline": dict(sync_k=2),
@@ -49,11 +47,14 @@ SOURCES = {
     "every 4, k 3": dict(sync_k=3, sample_every=4),
 }
 CASES = {
-    f"{loss}, {form}, {source}": dict(loss=loss) | SOURCES[source] | FORMS[form]
+    f"{loss}, {form}, {source}": dict(loss=loss) | FORMS[form] | SOURCES[source]
     for loss in LOSSES for form in FORMS for source in SOURCES
-    if source != "online" or "alone" not in form
 }
 for loss in LOSSES:
+    CASES[f"{loss}, sync alone"] = dict(loss=loss, perception="none", sync_k=2)
+    CASES[f"{loss}, sync alone, online"] = dict(loss=loss, perception="none", sync_k=3, sample_every=4)
+    CASES[f"{loss}, perception alone"] = dict(loss=loss, sync_k=0)
+    CASES[f"{loss}, perception alone, online"] = dict(loss=loss, sync_k=0, sample_every=2)
     CASES[f"{loss}, T 0.7"] = dict(loss=loss, temperature=0.7, sample_every=4, sync_k=3)
     CASES[f"{loss}, sampling"] = dict(loss=loss, perception="sample", sync_k=2)
     CASES[f"{loss}, sampling, online"] = dict(loss=loss, perception="sample", sync_k=1, sample_every=2)
