@@ -2,6 +2,7 @@
 
   python tests/plain.py                                             # GRPO, humanline with taper, offline
   python tests/plain.py --loss dpo --sync-k 4
+  python tests/plain.py --loss kto --perception none                # the sync alone
   python tests/plain.py --no-humanline --no-taper --sample-every 1  # plain GRPO, online
 
 Start with `train` and `mean_loss`; equations as in arXiv 2509.24207. humanline.py computes the same faster:
@@ -34,9 +35,9 @@ from humanline import seed_for  # of the order of its rows, and of its rejection
 @dataclass
 class Settings:
     loss: str = "grpo"
-    humanline: bool = True
-    sync_k: int = 8
-    perception: str = "clip"
+    humanline: bool = True  # both of its parts, or neither
+    sync_k: int = 8  # 0: never; online the log-ratio is then to the old policy
+    perception: str = "clip"  # or sample, or none
     log_eps_p: float = -1.5
     log_eps_r: float = 1.5
     taper: bool = True
@@ -46,7 +47,15 @@ class Settings:
     steps: int = 64
     batch_size: int = 32  # online it counts prompts, for KTO too
     lr: float = 8e-4
+    weight_decay: float = 0.0
     adam_eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    desirable_weight: float | None = None  # λ_D of KTO; None: λ_D n_D = λ_U n_U
+    undesirable_weight: float = 1.0  # λ_U
+
+    def __post_init__(self):
+        if not self.humanline:
+            self.sync_k, self.perception = 0, "none"
 config = Settings()
 BETA = 0.1  # of DPO and KTO
 EPSILON = 0.2  # of GRPO
@@ -57,14 +66,14 @@ class Sample:
     completion: list[int]
     reward: float = 0.0
     advantage: float = 0.0  # above 0 it is better: chosen, or desirable
-    weight: float = 1.0  # KTO's λ_D, or λ_U = 1
+    weight: float = 1.0  # KTO's λ_D or λ_U
 
 # ---------- The loop ----------------------------------------------------------------------------------------
 def train(policy, tokenizer, rows, draw):
     """Train the policy in place. Online, draw(policy, tokenizer, row, step) gives a row's rollouts."""
     reference = frozen(policy)  # π_ref: the policy as of the last sync
     old_policy = reference  # π_old: it drew the completions; offline the initial policy stands in
-    optimizer = torch.optim.AdamW(policy.parameters(), eps=config.adam_eps, weight_decay=0)
+    optimizer = torch.optim.AdamW(policy.parameters(), eps=config.adam_eps, weight_decay=config.weight_decay)
     size = config.batch_size
     if not config.sample_every:
         rows = offline_units(rows, tokenizer)
@@ -81,8 +90,8 @@ def train(policy, tokenizer, rows, draw):
         optimizer.zero_grad(set_to_none=False)
         if batch:
             mean_loss(policy, old_policy, reference, batch, step).backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        if config.humanline and step % config.sync_k == 0:  # before the update: it lags by one step
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+        if config.sync_k and step % config.sync_k == 0:  # before the update: it lags by one step
             reference = frozen(policy)
         warmup = math.ceil(0.1 * config.steps)
         optimizer.param_groups[0]["lr"] = config.lr * min(1, step / warmup)
@@ -97,7 +106,7 @@ def mean_loss(policy, old_policy, reference, batch, step):
     ids, mask = collate(batch)
     advantages = torch.tensor([sample.advantage for sample in batch])
     is_better = advantages > 0
-    ratio_to = reference if config.humanline else old_policy
+    ratio_to = reference if config.sync_k else old_policy
 
     # d_t = log π_θ(y_t | x, y_<t) - log π_ref(y_t | x, y_<t)
     logps = log_probs(policy, ids, mask)
@@ -130,7 +139,7 @@ def mean_loss(policy, old_policy, reference, batch, step):
 
 def perceive(d, mask, step):
     """d̃. Sampling stops a token's gradient if exp(d) < M_P B_P or exp(-d) < M_R B_R."""
-    if not config.humanline:
+    if config.perception == "none":
         return d
     if config.perception == "clip":
         return d.clamp(config.log_eps_p, config.log_eps_r)
@@ -213,9 +222,12 @@ def make_units(groups):
             group = []
         units.append(group)
     samples = sum(units, [])
+    for sample in samples:
+        sample.weight = config.undesirable_weight
     better = [sample for sample in samples if sample.advantage > 0]
     for sample in better:
-        sample.weight = len(samples) / len(better) - 1  # λ_D n_D = λ_U n_U
+        balanced = config.undesirable_weight * (len(samples) / len(better) - 1)
+        sample.weight = config.desirable_weight or balanced
     return units
 
 @torch.no_grad()

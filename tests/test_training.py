@@ -52,17 +52,40 @@ def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(ti
     assert (shared[0] > 0) == (prompts > 1) and shared[-1] == 0
 
 
-def test_grpo_can_average_over_the_sequences_of_the_whole_batch(tiny):
-    policy, _, config = policy_of(tiny, loss="grpo", average="sequence", microbatch_tokens=30)
+@pytest.mark.parametrize("average", ["token", "sequence", "constant"])
+def test_grpo_averages_over_the_whole_batch_with_the_sequences_that_teach_nothing(tiny, average):
+    policy, _, config = policy_of(tiny, average=average, epsilon=0.1, epsilon_high=0.4, microbatch_tokens=30,
+                                  max_new_tokens=11)
     batch = random_batch("grpo")
     losses = []
     for sequence, logps in zip(batch.sequences, logps_of(policy, batch.sequences)):
+        sequence.is_idle = sequence.advantage == 0
         ratio = (logps - sequence.ref_logps).clamp(-1.5, 1.5).exp()
-        clipped = ratio.clamp(0.8, 1.2)
-        losses.append(-torch.minimum(sequence.advantage * ratio, sequence.advantage * clipped).mean())
-    expected = torch.stack(losses).mean().item()
+        clipped = ratio.clamp(0.9, 1.4)
+        losses.append(-torch.minimum(sequence.advantage * ratio, sequence.advantage * clipped))
+    assert 0 < sum(sequence.is_idle for sequence in batch.sequences) < 8
+    expected = {
+        "token": torch.cat(losses).mean(),
+        "sequence": sum(loss.mean() for loss in losses) / 8,
+        "constant": sum(loss.sum() for loss in losses) / (8 * 11),
+    }
     report = humanline.forward_backward(policy, batch, config)
-    assert report["loss"] == pytest.approx(expected, rel=1e-4)
+    assert report["loss"] == pytest.approx(expected[average].item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
+def test_sampling_rejects_with_the_gammas_betas_and_seed_of_the_settings(tiny, loss):
+    betas = dict(gamma_p=0.3, gamma_r=0.1, beta_p=0.7, beta_r=1.4)
+    policy, _, config = policy_of(tiny, loss=loss, perception="sample", seed=5, **betas)
+    batch = random_batch(loss)
+    batch.step = 3
+    d = torch.cat([logps - sequence.ref_logps
+                   for sequence, logps in zip(batch.sequences, logps_of(policy, batch.sequences))])
+    generator = torch.Generator().manual_seed(humanline.seed_for(5, "reject", 3))
+    verdicts = humanline.humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), **betas, generator=generator)
+    report = humanline.forward_backward(policy, batch, config)
+    for name, verdict in (("clamped_low", -1), ("unclamped", 0), ("clamped_high", 1)):
+        assert 0 < report[name] == pytest.approx((verdicts == verdict).double().mean().item()), name
 
 
 def test_a_batch_of_one_kind_or_of_nothing_is_a_step_like_any_other(tiny):
@@ -180,7 +203,8 @@ def test_a_nan_is_one_line_and_status_1_and_leaves_the_last_checkpoint(
     assert humanline.find_damage(out / "checkpoint" / "step-00000003") == ""
 
 
-@pytest.mark.parametrize("warmup, rates", [("0.5", [0.5, 1.0, 1.0, 1.0]), ("0", [1.0] * 4)])
+@pytest.mark.parametrize("warmup, rates", [
+    ("0.5", [0.5, 1.0, 1.0, 1.0]), ("0.3", [0.5, 1.0, 1.0, 1.0]), ("0", [1.0] * 4)])
 def test_warmup_is_linear_then_constant(run, warmup, rates):
     lines = metrics(run(f"--lr 0.01 --steps 4 --warmup {warmup}"))
     assert [line["lr"] for line in lines] == pytest.approx([0.01 * rate for rate in rates])
