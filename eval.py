@@ -1,18 +1,19 @@
-"""Know what you got: questions to ask of a model, a command for each, each answer with its uncertainty.
+"""Evaluate models: one command per question, and a confidence interval for every answer.
 
-  python eval.py accuracy --model RUN BASE              # pass@1, pass@k, greedy; models side by side; by level
-  python eval.py show --model BASE RUN                  # what they say to the same prompts, side by side
-  python eval.py chat --model RUN                       # talk to it
-  python eval.py winrate --model RUN --against BASE     # whose answers are better; raw and length-controlled
-  python eval.py data --model BASE --data mine.jsonl    # is this offline data good enough for that model?
-  python eval.py perception --model RUN                 # the paper's Figure 2 for your model and your data
+  python eval.py accuracy --model RUN BASE              # pass@1, pass@k and greedy accuracy of several models
+  python eval.py show --model BASE RUN                  # completions of the same prompts, side by side
+  python eval.py chat --model RUN                       # chat with a model in the terminal
+  python eval.py winrate --model RUN --against BASE     # win rates, raw and length-controlled
+  python eval.py data --model BASE --data mine.jsonl    # is this offline data good enough for this model?
+  python eval.py perception --model RUN                 # Figure 2 of the paper, for your model and data
   python eval.py plot runs/mine runs/other              # learning curves: --metrics kl reward, --against kl
 
-RUN is a run's folder: its final model, asked with the prompt format and the reward of its config.toml. BASE is a
-Hugging Face name or a folder. Beside a run, a model that is none is asked as the run is. Loading, sampling, rewards
-and log-probs are the training code's, from humanline.py.
+RUN is the folder of a finished run. Its final model is evaluated with the prompt format and the reward from
+its config.toml. BASE is a Hugging Face name or a model folder; next to a run, it is prompted and rewarded
+like the run. Models are loaded, sampled and scored by the training code in humanline.py.
 
-Every interval covers 95 %. What is resampled is problems, never single samples: samples of one problem are alike.
+All intervals are 95 % intervals. They resample problems, not samples, because the samples of one problem are
+correlated.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Callable, Iterable, Literal
 
-if __name__ == "__main__":  # Ctrl-C during the imports below prints no traceback
+if __name__ == "__main__":  # no traceback if Ctrl-C is pressed during the slow imports below
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import numpy as np
@@ -43,137 +44,151 @@ import tyro
 import humanline
 from humanline import Config, Group, Reward, Row, Sampler, UserError, require
 
-# ---------- Arguments -------------------------------------------------------------------------------------------------
+# ---------- Arguments ---------------------------------------------------------------------------------------
+# Each field is a flag; the text after or below it is its help.
 
 @dataclass
 class Settings:
-    """What every command that loads a model takes."""
+    """Flags of every command that loads a model."""
 
     config: str | None = None
-    """A .toml file of humanline.py's settings, for those that are no flag here. Default: the run's config.toml."""
-    system: str | None = None  # System message in front of prompts that have none. Default: the run's.
-    prompt_template: str | None = None  # Text around each prompt, {prompt} in its place. Default: the run's.
-    max_new_tokens: int | None = None  # Longest completion drawn. Default: the run's, or as for training.
-    dtype: Literal["auto", "mixed", "float32", "bfloat16"] | None = None  # As for training.
-    seed: int = 0  # The draws are a function of this.
+    """A .toml file with settings of humanline.py, for those without a flag here. Default: the run's
+    config.toml."""
+    system: str | None = None  # System message for prompts that have none. Default: the run's.
+    prompt_template: str | None = None
+    """Text around each prompt, with {prompt} in its place. Default: the run's."""
+    max_new_tokens: int | None = None
+    """Maximum completion length in tokens. Default: the run's, or humanline.py's."""
+    dtype: Literal["auto", "mixed", "float32", "bfloat16"] | None = None  # Same as in humanline.py.
+    seed: int = 0  # Random seed for sampling.
 
 @dataclass
 class RowSettings(Settings):
-    """What every command that loads a model and reads rows takes."""
+    """Flags of every command that loads a model and reads rows."""
 
-    limit: int | None = None  # Read only this many rows of each source. Default: the run's.
-    max_prompt_length: int | None = None  # Longest prompt, in tokens; rows with longer ones are dropped.
+    limit: int | None = None  # Read at most this many rows per source. Default: the run's.
+    max_prompt_length: int | None = None  # Drop rows with a prompt of more than this many tokens.
     reward: str | None = None
-    """What rewards a completion: exact, math or FILE.py:function. Default: the run's, or exact."""
+    """Reward for a completion: exact, math or FILE.py:function. Default: the run's, or exact."""
     reward_seconds: float | None = None
-    """Time limit of `math`, or of a reward or a judge of your own: per sample, √n times as much for n."""
+    """Time limit, in seconds, for one call to the math reward, a custom reward or a judge."""
 
 @dataclass
 class Sampling:
-    """How a command draws that may draw in any way."""
+    """Flags of the commands that support any way of sampling."""
 
     temperature: float = 1.0  # Sampling temperature.
-    top_p: float = 1.0  # Nucleus sampling: keep the most likely tokens that together have this probability.
+    top_p: float = 1.0
+    """Nucleus sampling: sample only from the most likely tokens, up to this total probability."""
 
 @dataclass(kw_only=True)
 class Accuracy(Sampling, RowSettings):
-    """pass@1 and pass@k on held-out problems, one model or several side by side."""
+    """Measure pass@1 and pass@k on held-out problems, for one model or several side by side."""
 
-    model: tuple[str, ...]  # Models; the others are compared with the first, problem by problem.
+    model: tuple[str, ...]  # Models to evaluate; each is compared with the first, problem by problem.
     data: str | None = None  # Rows with answers: NAME[:[CONFIG:]SPLIT]. Default: the run's --eval-data.
-    samples: int = 8  # Completions drawn per problem.
-    k: tuple[int, ...] | None = None  # The k of pass@k. Default: 1 and --samples.
-    greedy: bool = True  # Draw the most likely answer of each problem, too.
-    out: str | None = None  # Where every sample goes, as JSON lines. Default: evals/accuracy.jsonl, numbered.
+    samples: int = 8  # Completions sampled per problem.
+    k: tuple[int, ...] | None = None  # Values of k for pass@k. Default: 1 and --samples.
+    greedy: bool = True  # Also decode each problem greedily.
+    out: str | None = None
+    """Write all samples to this JSON Lines file. Default: evals/accuracy.jsonl, numbered."""
 
 @dataclass(kw_only=True)
 class Show(Sampling, RowSettings):
-    """Prompts with the completions of one model, or of several side by side; rewards and lengths beneath."""
+    """Show prompts with their completions, rewards and lengths, for one model or several side by side."""
 
-    model: tuple[str, ...]  # Models, a column each: what training started from and the run, say.
+    model: tuple[str, ...]  # Models to compare, one column each, for example the base model and the run.
     data: str | None = None  # Rows: NAME[:[CONFIG:]SPLIT]. Default: the run's --eval-data.
-    prompts: int = 5  # Show only so many prompts, the first ones.
-    samples: int = 1  # Completions drawn per prompt.
-    greedy: bool = False  # Show the most likely completion, in the place of --samples.
+    prompts: int = 5  # Number of prompts to show, from the start of the data.
+    samples: int = 1  # Completions sampled per prompt.
+    greedy: bool = False  # Show the greedy completion instead of --samples.
 
 @dataclass(kw_only=True)
 class Chat(Sampling, Settings):
-    """Talk to a model in the terminal, or to several, which answer one after another."""
+    """Chat with a model in the terminal, or with several that answer in turn."""
 
-    model: tuple[str, ...]  # Models. Each keeps a dialogue of its own.
+    model: tuple[str, ...]  # Models to chat with. Each keeps its own dialogue.
 
 @dataclass(kw_only=True)
 class Winrate(Sampling, RowSettings):
-    """How often one model's completions beat another's, or the data's own. The higher --reward wins."""
+    """Measure how often a model's completions beat another model's, or those in the data. The higher reward
+    wins."""
 
-    model: str  # The model.
-    against: str = "data"  # The other model, or `data`: the best or desirable completion of each row.
+    model: str  # The model to evaluate.
+    against: str = "data"
+    """The model to compare with, or `data` for the best or desirable completion of each row."""
     data: str | None = None  # Prompts: NAME[:[CONFIG:]SPLIT]. Default: the run's --eval-data.
     judge: str | None = None
-    """FILE.py:function, in the place of --reward: your own function(prompts, first, second, rows) -> list of
-    probabilities that the first is better. It is asked in both orders, in a process of its own."""
+    """Judge to use instead of --reward, as FILE.py:function: a function(prompts, first, second, rows) that
+    returns the probability that `first` is better for each pair. It is called in both orders, in a separate
+    process."""
     samples: int = 1  # Pairs per prompt.
-    out: str | None = None  # Where every pair goes, as JSON lines. Default: evals/winrate.jsonl, numbered.
+    out: str | None = None  # Write all pairs to this JSON Lines file. Default: evals/winrate.jsonl, numbered.
 
 @dataclass(kw_only=True)
 class DataQuality(RowSettings):
-    """Is this offline data good enough? How likely the model finds it, and what else could be wrong with it."""
+    """Check whether offline data is good enough: how likely it is under the model, and what else is wrong
+    with it."""
 
-    data: tuple[str, ...]  # Sources: NAME[:[CONFIG:]SPLIT]; several are ranked.
+    data: tuple[str, ...]  # Sources to check: NAME[:[CONFIG:]SPLIT]. Several sources are ranked.
     model: str  # The model that training would start from.
-    own: int = 500  # Draw the model's own completion of this many prompts of each source, as a yardstick.
-    out: str | None = None  # Picture, .png or .svg. Default: evals/data.png, numbered.
+    own: int = 500
+    """For comparison, sample the model's own completion for up to this many prompts per source."""
+    out: str | None = None  # Write the figure to this .png or .svg file. Default: evals/data.png, numbered.
 
 @dataclass(kw_only=True)
 class Perception(RowSettings):
-    """The paper's Figure 2: outcomes of policy and data, with and without humanline, as people see them."""
+    """Draw the paper's Figure 2: outcomes of the policy and of the data as humans perceive them."""
 
     model: str  # The policy.
-    ref: str | None = None  # The reference model. Default: the one that the run started from.
+    ref: str | None = None  # The reference model. Default: the model that the run started from.
     data: str | None = None  # Offline completions: NAME[:[CONFIG:]SPLIT]. Default: the run's first source.
-    samples: int = 8  # Completions that the policy draws per prompt.
-    limit: int | None = 1000  # Read only this many rows.
-    out: str | None = None  # Picture, .png or .svg. Default: evals/perception.png, numbered.
+    samples: int = 8  # Completions sampled from the policy per prompt.
+    limit: int | None = 1000  # Read at most this many rows.
+    out: str | None = None
+    """Write the figure to this .png or .svg file. Default: evals/perception.png, numbered."""
 
 @dataclass
 class Plot:
-    """Learning curves of runs, from their metrics.jsonl. Runs that differ only in --seed are a line with a band."""
+    """Plot learning curves from the metrics.jsonl of runs. Runs that differ only in --seed share a line and a
+    band."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # Folders of runs, or LABEL=FOLDER.
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # Run folders, or LABEL=FOLDER.
     metrics: tuple[str, ...] | None = None
-    """What to draw, each in a panel of its own: columns of metrics.jsonl, such as kl reward lr, and speed and time.
-    Default: the usual ones."""
-    against: str = "steps"  # The horizontal axis: steps, seconds (without evaluations), or a column, such as kl.
-    out: str | None = None  # Picture, .png or .svg. Default: evals/curves.png, numbered.
+    """Metrics to plot, one panel each: columns of metrics.jsonl, such as kl, reward or lr, and speed and
+    sampling. Default: the usual ones."""
+    against: str = "steps"
+    """Horizontal axis: steps, seconds (without evaluations), or a column of metrics.jsonl such as kl."""
+    out: str | None = None  # Write the figure to this .png or .svg file. Default: evals/curves.png, numbered.
 
 PANELS = {
-    "reward": "reward of the batch",
-    "accuracy": "pass@1, held out",
-    "unclamped": "tokens let through, fraction",
-    "drift": "drift, mean |d|, nats/token",
+    "reward": "mean reward of the batch",
+    "accuracy": "held-out pass@1",
+    "unclamped": "fraction of tokens not clipped",
+    "drift": "drift: mean |d|, nats/token",
     "kl": "KL to the reference, nats/token",
     "grad_norm": "gradient norm",
-    "speed": "tokens/s, so far",
-    "sampling": "seconds spent on sampling, so far",
+    "speed": "tokens/s since the start",
+    "sampling": "sampling time since the start, seconds",
 }
-EXACT = ("accuracy", "speed", "lr", "seconds", "sampling")  # are not smoothed
+NOT_SMOOTHED = ("accuracy", "speed", "lr", "seconds", "sampling")
 
 def check_flags(flags: Any) -> None:
-    """Raises UserError for a number that makes no sense, and for a flag that takes values and has none."""
+    """Raises UserError if a count is out of range, or if a flag that takes a list has no value."""
     for name, least in dict(samples=1, prompts=1, own=0).items():
         value = getattr(flags, name, least)
-        require(least <= value <= 10**6, f"--{name} is {value}; it must lie from {least} to 1,000,000")
+        require(least <= value <= 10**6, f"--{name} is {value}; it must be between {least} and 1,000,000")
     for name, value in vars(flags).items():
         require(
-            value != () or name == "runs", f"--{name} has no value; give it one or more, or leave it out"
+            value != () or name == "runs", f"--{name} has no value; pass at least one, or omit the flag"
         )
 
-# ---------- Estimates and their uncertainty: pure functions -----------------------------------------------------------
+# ---------- Estimates and their uncertainty: pure functions -------------------------------------------------
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k samples is correct, where c of n are: 1 - C(n-c, k) / C(n, k).
+    """The probability that at least one of k samples is correct, if c of n are: 1 - C(n-c, k) / C(n, k).
 
-    Unbiased: the mean over all subsets of size k of the n samples (Chen et al. 2021, eq. 1). In exact integers.
+    This is unbiased: it is the mean over all subsets of size k (Chen et al. 2021, eq. 1), in exact integers.
 
     >>> pass_at_k(8, 2, 1), round(pass_at_k(8, 2, 4), 4)
     (0.25, 0.7857)
@@ -183,60 +198,62 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 def resamples(count: int, repeats: int) -> np.ndarray:
-    """Bootstrap resamples of `count` things: (repeats, count) indices."""
+    """Returns (repeats, count) indices for bootstrap resamples of `count` items."""
     return np.random.default_rng(0).integers(0, count, (repeats, count))
 
 def interval(
     values: Iterable[float], low: float | None = None, high: float | None = None
 ) -> tuple[float, float, float]:
-    """The mean of a value for each problem, and its 95 % interval by bootstrap: BCa (Efron 1987).
+    """The mean of one value per problem, with its 95 % BCa bootstrap interval (Efron 1987).
 
-    Percentiles alone are too short where most problems are never solved (tests/test_eval.py). Values that are all the
-    same show no spread; the interval is then Clopper and Pearson's: 0 of 100 gives [0, 0.036], not [0, 0].
+    Plain percentile intervals are too short when most problems are never solved (see tests/test_eval.py). If
+    all values are equal, there is no spread to resample, and the interval is Clopper and Pearson's: 0 of 100
+    gives [0, 0.036], not [0, 0].
 
     Args:
-        values: (P,), one per problem.
-        low, high: the smallest and the largest value that there could have been; by default, that there are.
+        values: (P,), one value per problem.
+        low, high: the smallest and the largest possible value. Default: the ones observed.
     Returns:
-        mean, lower end, upper end.
+        The mean, and the lower and upper end of the interval.
     """
     values = np.asarray(values, dtype=float)
     mean = float(values.mean())
     if np.ptp(values) == 0:
         low = mean if low is None else low
         high = mean if high is None else high
-        reach = (high - low) * (1 - 0.025 ** (1 / len(values)))
-        return mean, max(low, mean - reach), min(high, mean + reach)
+        margin = (high - low) * (1 - 0.025 ** (1 / len(values)))
+        return mean, max(low, mean - margin), min(high, mean + margin)
     normal = NormalDist()
     repeats = 2000
-    away = values - mean
-    moved = np.array([away[index].mean() for index in resamples(len(values), repeats)])
-    still = abs(moved) < 1e-9 * np.ptp(values)
-    lower = ((moved < 0) & ~still).mean() + still.mean() / 2
-    bias = normal.inv_cdf(min(max(lower, 1 / repeats), 1 - 1 / repeats))
-    skew = (away**3).sum() / (6 * (away**2).sum() ** 1.5)
-    levels = [normal.cdf(bias + (bias + z) / (1 - skew * (bias + z))) for z in (-1.96, 1.96)]
-    ends = np.clip(mean + np.quantile(moved, levels), values.min(), values.max())
+    deviations = values - mean
+    shifts = np.array([deviations[index].mean() for index in resamples(len(values), repeats)])
+    is_zero = abs(shifts) < 1e-9 * np.ptp(values)
+    below = ((shifts < 0) & ~is_zero).mean() + is_zero.mean() / 2
+    bias = normal.inv_cdf(min(max(below, 1 / repeats), 1 - 1 / repeats))
+    acceleration = (deviations**3).sum() / (6 * (deviations**2).sum() ** 1.5)
+    levels = [normal.cdf(bias + (bias + z) / (1 - acceleration * (bias + z))) for z in (-1.96, 1.96)]
+    ends = np.clip(mean + np.quantile(shifts, levels), values.min(), values.max())
     return mean, float(ends[0]), float(ends[1])
 
 def length_controlled(preference: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """The win rate that the judge would give if both completions were of one length.
+    """The win rate that the judge would give if both completions had the same length.
 
-    Fits P(win) = σ(θ + φ tanh(Δ / s)), Δ the difference in characters and s its standard deviation, and returns σ(θ).
-    This is AlpacaEval 2's model (Dubois et al. 2024, section 3) without its term for each instruction's difficulty,
-    and with a weak ridge (a normal prior of standard deviation 10 on θ and φ) in the place of its L1 penalty.
+    Fits P(win) = σ(θ + φ tanh(Δ / s)), where Δ is the difference in characters and s its standard deviation,
+    and returns σ(θ). This is the model of AlpacaEval 2 (Dubois et al. 2024, section 3), without its term for
+    the difficulty of each instruction, and with a weak ridge penalty (a normal prior with standard deviation
+    10 on θ and φ) instead of L1.
 
     Args:
-        preference: (..., N), 1 where the model wins, 0.5 for a tie, 0 where it loses, or a judge's probability.
-        delta: (..., N), characters of the model's completion minus the other's.
+        preference: (..., N), 1 for a win of the model, 0.5 for a tie, 0 for a loss; or a judge's probability.
+        delta: (..., N), characters in the model's completion minus characters in the other one.
     Returns:
-        (...), one win rate for each fit; leading dimensions are bootstrap resamples.
+        (...), one win rate per fit. The leading dimensions are bootstrap resamples.
     """
     spread = delta.std(-1, keepdims=True)
     x = np.tanh(delta / np.where(spread > 0, spread, 1))
     theta = np.zeros(x.shape[:-1])
     phi = np.zeros(x.shape[:-1])
-    for _ in range(60):  # Newton's method on the (θ, φ) log-posterior, no step longer than 1
+    for _ in range(60):  # Newton's method on the log-posterior of (θ, φ); steps are limited to length 1
         p = 1 / (1 + np.exp(-(theta[..., None] + phi[..., None] * x)))
         d_theta = (preference - p).sum(-1) - 0.01 * theta
         d_phi = ((preference - p) * x).sum(-1) - 0.01 * phi
@@ -251,15 +268,15 @@ def length_controlled(preference: np.ndarray, delta: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-theta))
 
 def capacity(a, gamma: float):
-    """Ω⁺(a; γ) = a^γ / (a^γ + (1 - a)^γ)^(1/γ): a cumulative probability `a` as people perceive it.
+    """Ω⁺(a; γ) = a^γ / (a^γ + (1 - a)^γ)^(1/γ): how humans perceive a cumulative probability `a`.
 
-    An inverted S for γ in (0, 1): the extreme outcomes weigh more than they should. Tversky and Kahneman (1992)
+    For γ in (0, 1) this is an inverted S, which overweights extreme outcomes. Tversky and Kahneman (1992)
     estimate γ = 0.61 for gains and 0.69 for losses.
 
     Args:
-        a: probabilities in [0, 1], a float, or an array or a tensor of any shape.
+        a: probabilities in [0, 1], as a float or as an array or tensor of any shape.
     Returns:
-        The same shape as `a`.
+        Perceived probabilities, with the shape of `a`.
 
     >>> round(capacity(0.01, 0.61), 3), round(capacity(0.99, 0.61), 3)
     (0.055, 0.912)
@@ -267,46 +284,49 @@ def capacity(a, gamma: float):
     return a**gamma / (a**gamma + (1 - a) ** gamma) ** (1 / gamma)
 
 def perceived_divergence(policy: np.ndarray, data: np.ndarray, gamma: float) -> np.ndarray:
-    """KL(ω || Q) in nats: ω is how people perceive the distribution of outcomes, Q is the data's (Proposition 3.4).
+    """KL(ω || Q) in nats, where ω is the distribution of outcomes as humans perceive it, and Q is the
+    distribution in the data (Proposition 3.4).
 
-    Outcomes are sorted into bins by the policy's quantiles. With F_b the policy's cumulative probability up to the end
-    of bin b, ω_b = Ω⁺(F_b; γ) - Ω⁺(F_b-1; γ), cumulated from the lowest outcome up; Q_b is the data's share of the
-    bin, with half an outcome added to each, so that an empty bin stays finite. For any value function v then
-    |u(Z; ω) - u(Z; Q)| <= sup|v| sqrt(2 KL(ω || Q)): that is how far what people make of the data can be from what
-    they make of the model. The bound is the paper's; bins and smoothing are this project's way to a number.
+    Outcomes are binned by the policy's quantiles. If F_b is the policy's cumulative probability at the end of
+    bin b, then ω_b = Ω⁺(F_b; γ) - Ω⁺(F_b-1; γ), accumulated from the lowest outcome up. Q_b is the fraction
+    of the data in bin b, after adding half an outcome to every bin so that empty bins stay finite. For any
+    value function v, |u(Z; ω) - u(Z; Q)| <= sup|v| sqrt(2 KL(ω || Q)), which bounds how far the utility of
+    the data is from the utility that humans perceive in the model. The bound is from the paper; the bins and
+    the smoothing are ours.
 
     Args:
         policy: (..., B) counts of the policy's outcomes.
-        data: (..., B) counts, or sums of weights, of the data's.
+        data: (..., B) counts of the data's outcomes, or sums of their weights.
     Returns:
-        (...).
+        (...) divergences.
     """
-    cumulated = (np.cumsum(policy, -1) / policy.sum(-1, keepdims=True)).clip(0, 1)
-    omega = np.diff(capacity(cumulated, gamma), axis=-1, prepend=0.0).clip(1e-12)
+    cumulative = (np.cumsum(policy, -1) / policy.sum(-1, keepdims=True)).clip(0, 1)
+    omega = np.diff(capacity(cumulative, gamma), axis=-1, prepend=0.0).clip(1e-12)
     q = (data + 0.5) / (data + 0.5).sum(-1, keepdims=True)
     return (omega * np.log(omega / q)).sum(-1)
 
-PerToken = list[list[np.ndarray]]  # per prompt, per completion: a value for each of its tokens
+PerToken = list[list[np.ndarray]]  # per prompt and completion, an array with one value per token
 
-# ---------- Models and what they say ----------------------------------------------------------------------------------
+# ---------- Models and their completions --------------------------------------------------------------------
 
 def run_folder(spec: str, flag: str) -> Path | None:
-    """The run that `spec` names, or None of a model; raises UserError for a run without a final model."""
+    """The folder of the run that `spec` names, or None if it names a model. Raises UserError for an
+    unfinished run."""
     path = Path(spec)
     if path.name == "final" and (path.parent / "config.toml").exists():
         path = path.parent
-    has_settings = (path / "config.toml").exists()
-    if has_settings and (path / "final").is_dir():
+    has_config = (path / "config.toml").exists()
+    if has_config and (path / "final").is_dir():
         return path
     require(
-        not has_settings and not (path / "checkpoint").is_dir(),
-        f"{flag} {spec}: the run did not finish, so it has no final/; go on with "
+        not has_config and not (path / "checkpoint").is_dir(),
+        f"{flag} {spec}: the run did not finish, so it has no final/; resume it with "
         f"python humanline.py --config {path / 'config.toml'} --out {path} --resume latest",
     )
     is_model = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
     require(
         is_model or not path.is_dir(),
-        f"{flag} {spec}: neither a run's folder (config.toml and final/) nor a model's (config.json)",
+        f"{flag} {spec}: this folder is neither a run (config.toml and final/) nor a model (config.json)",
     )
     is_hub_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", spec) and not (
         spec.count("/") and path.parent.is_dir()
@@ -314,60 +334,59 @@ def run_folder(spec: str, flag: str) -> Path | None:
     require(is_model or is_hub_name, f"{flag} {spec}: no such run or model")
     return None
 
-def settings_of(spec: str, flags: Settings, flag: str = "--model", beside: Path | None = None) -> Config:
-    """The trainer's settings for a model: its run's, or for a model that is no run those of the run `beside` it, with
-    our flags over them."""
-    own = run_folder(spec, flag)
-    run = own or beside
-    args = ["--model", str(own / "final") if own else spec]
+def config_for(spec: str, flags: Settings, flag: str = "--model", fallback_run: Path | None = None) -> Config:
+    """The trainer's configuration for a model: that of its run, or of `fallback_run` if the model is not a
+    run, overridden by our flags."""
+    own_run = run_folder(spec, flag)
+    run = own_run or fallback_run
+    args = ["--model", str(own_run / "final") if own_run else spec]
     if flags.config:
         args += ["--config", flags.config]
     elif run:
-        args += flags_of_run(run)
+        args += run_flags(run)
     names = "seed system prompt_template max_new_tokens dtype limit max_prompt_length reward reward_seconds"
-    found = {name: getattr(flags, name, None) for name in names.split()}
+    overrides = {name: getattr(flags, name, None) for name in names.split()}
     for name in ("temperature", "top_p"):
-        found[name] = getattr(flags, name, 1.0)
-    for name, value in found.items():
+        overrides[name] = getattr(flags, name, 1.0)
+    for name, value in overrides.items():
         if value is not None:
             values = value if isinstance(value, tuple) else [value]
             args += [humanline.flag_of(name), *map(str, values)]
-    config = humanline.parse_config(args)
-    return config
+    return humanline.parse_config(args)
 
-def flags_of_run(run: Path) -> list[str]:
+def run_flags(run: Path) -> list[str]:
     """The settings of a run, as flags."""
     path = run / "config.toml"
     loss = tomllib.loads(path.read_text(encoding="utf-8")).get("loss", "grpo")
-    if loss not in humanline.LOSSES:  # the user's own, of which nothing here needs more than its settings
-        every = " ".join(entry.settings for entry in humanline.LOSSES.values())
-        humanline.LOSSES[loss] = dataclasses.replace(humanline.LOSSES["grpo"], settings=every)
+    if loss not in humanline.LOSSES:  # a custom loss; it is never computed here, but its settings must parse
+        every_setting = " ".join(entry.settings for entry in humanline.LOSSES.values())
+        humanline.LOSSES[loss] = dataclasses.replace(humanline.LOSSES["grpo"], settings=every_setting)
     return ["--config", str(path)]
 
-def settings_of_all(flags: Accuracy | Show | Chat) -> list[Config]:
-    """The settings of each --model, with the first run among them for those that are no run."""
+def configs_for(flags: Accuracy | Show | Chat) -> list[Config]:
+    """The configuration of each --model. Models that are not runs use that of the first run among them."""
     run = next(filter(None, (run_folder(name, "--model") for name in flags.model)), None)
-    return [settings_of(name, flags, beside=run) for name in flags.model]
+    return [config_for(name, flags, fallback_run=run) for name in flags.model]
 
-def settings_with_one_reward(flags: Accuracy | Show) -> list[Config]:
-    """The settings of each --model; raises UserError where their rewards differ."""
-    configs = settings_of_all(flags)
+def configs_with_one_reward(flags: Accuracy | Show) -> list[Config]:
+    """The configuration of each --model. Raises UserError if their rewards differ."""
+    configs = configs_for(flags)
     names = sorted({config.reward for config in configs})
     require(
         len(names) == 1,
-        f"--model: these runs have different rewards, {' and '.join(names)}; choose with --reward",
+        f"--model: these runs have different rewards, {' and '.join(names)}; choose one with --reward",
     )
     return configs
 
 def load(spec: str, config: Config, rewarded: bool = True) -> Sampler:
-    """A model as the trainer's sampler, in this process: policy, tokenizer, and the reward where it is `rewarded`."""
-    of_training = {
-        one.name: one.default
-        for one in dataclasses.fields(Config)
-        if one.name == "shard" or one.name.startswith("lora")
+    """Load a model into the trainer's sampler: policy, tokenizer and, if `rewarded`, the reward."""
+    training_only = {
+        field.name: field.default
+        for field in dataclasses.fields(Config)
+        if field.name == "shard" or field.name.startswith("lora")
     }
-    reward = config.reward if rewarded else "exact"  # which needs no loading
-    config = dataclasses.replace(config, **of_training, sample_every=1, reward=reward)
+    reward = config.reward if rewarded else "exact"  # exact needs no loading
+    config = dataclasses.replace(config, **training_only, sample_every=1, reward=reward)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy, tokenizer = humanline.load_policy(config, device)
     sampler = Sampler(policy.requires_grad_(False), tokenizer, config)
@@ -376,21 +395,22 @@ def load(spec: str, config: Config, rewarded: bool = True) -> Sampler:
         sampler.reward = None
     return sampler
 
-def rows_to_measure(flags: Accuracy | Show | Winrate, config: Config) -> str:
-    """--data, or what the run measures itself on."""
+def data_to_evaluate(flags: Accuracy | Show | Winrate, config: Config) -> str:
+    """--data, or else the run's --eval-data."""
     data = flags.data or config.eval_data
     require(
-        data, f"--data: name the rows to measure on; --model {config.model} has no --eval-data of its own"
+        data, f"--data: pass the rows to evaluate on; --model {config.model} has no --eval-data of its own"
     )
     return data
 
 def read_rows(data: str, config: Config) -> list[Row]:
-    """The rows of --data; raises UserError where none can be read."""
-    with humanline.explained(f"--data {data}", "name a file or a data set that can be read"):
+    """Read the rows of --data. Raises UserError if there are none."""
+    with humanline.explained(f"--data {data}", "check the path or the name of the data set"):
         return humanline.read_rows(data, config, "--data")
 
 def encode(sampler: Sampler, rows: list[Row], offline: bool) -> list[Group]:
-    """Rows as the trainer encodes them: their own completions if `offline`, or prompts to draw completions for."""
+    """Encode rows as the trainer does: with their completions if `offline`, else as prompts to sample
+    from."""
     return humanline.encode_rows(rows, sampler, online=not offline)
 
 def draw(
@@ -401,11 +421,12 @@ def draw(
     stream: int,
     greedy: bool = False,
 ) -> list[Group]:
-    """`samples` completions with rewards for each prompt. `stream` tells apart one command's drawings."""
+    """Sample `samples` completions per prompt and reward them. `stream` numbers the independent draws of a
+    command."""
     return sampler.draw_rollouts(prompts, rows, samples, 10**8 * (1 + stream), greedy)
 
 def completions_of(sampler: Sampler, group: Group) -> list[dict]:
-    """A drawn group as people read it."""
+    """The completions of a sampled group as text, with reward and length."""
     texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
     rewards = group.rewards if sampler.reward else [None] * len(texts)
     return [
@@ -414,25 +435,25 @@ def completions_of(sampler: Sampler, group: Group) -> list[dict]:
     ]
 
 def token_logps(sampler: Sampler, groups: list[Group]) -> PerToken:
-    """log π(y_t | x, y_<t) in nats of each token of each completion of each group, as the trainer computes it."""
-    config = Config(loss="grpo", microbatch_tokens=sampler.config.microbatch_tokens)  # every sequence by itself
+    """log π(y_t | x, y_<t), in nats, of every completion token, computed as in training."""
+    config = Config(loss="grpo", microbatch_tokens=sampler.config.microbatch_tokens)  # one sequence per row
     sequences = [humanline.Sequence(group.prompt, ids) for group in groups for ids in group.completions]
     logps = iter(humanline.sequence_logps(sampler.policy, sequences, config))
     return [[next(logps).double().numpy() for _ in group.completions] for group in groups]
 
-# ---------- What is printed and written -------------------------------------------------------------------------------
+# ---------- Text, files and figures -------------------------------------------------------------------------
 
-def show(estimate: tuple[float, float, float], digits: int = 3, sign: str = "") -> str:
-    """0.861 [0.842, 0.879]"""
+def format_interval(estimate: tuple[float, float, float], digits: int = 3, sign: str = "") -> str:
+    """Format a mean and its interval, as in 0.861 [0.842, 0.879]."""
     mean, low, high = (f"{value:{sign}.{digits}f}" for value in estimate)
     return f"{mean} [{low}, {high}]"
 
 def rate(values: Iterable[float]) -> str:
-    """A share of problems, say, with its interval."""
-    return show(interval(values, 0.0, 1.0))
+    """Format the mean of values in [0, 1], such as a fraction per problem, with its interval."""
+    return format_interval(interval(values, 0.0, 1.0))
 
 def table(rows: list[list[str]]) -> str:
-    """Aligned columns, the first to the left and the others to the right."""
+    """Align columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for first, *others in rows:
@@ -441,13 +462,14 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 def printable(text: str) -> str:
-    """The text without what would move the cursor or ring the bell; lines and tabs stay."""
+    """Replace control characters, which could move the cursor or ring the bell. Newlines and tabs are
+    kept."""
     return re.sub(
         r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n")
     )
 
 def print_columns(names: list[str], rows: list[list[str]], width: int) -> None:
-    """Texts under their names, side by side, at most `width` columns of a terminal."""
+    """Print texts side by side under their column names, at most `width` characters wide."""
     from rich import box, console, table, text
     columns = table.Table(box=box.MINIMAL, show_edge=False, width=width)
     for name in names:
@@ -456,19 +478,20 @@ def print_columns(names: list[str], rows: list[list[str]], width: int) -> None:
         columns.add_row(*(text.Text(printable(cell).strip("\n")) for cell in cells))
     console.Console(width=width).print(columns)
 
-def new_file(out: str | None, kinds: tuple[str, ...], default: str = "", flag: str = "--out") -> Path:
-    """Where to write: `out`, or evals/`default`, numbered if it exists. Raises UserError before any work is done."""
+def new_file(out: str | None, suffixes: tuple[str, ...], default: str, flag: str = "--out") -> Path:
+    """The path to write to: `out`, or evals/`default`, with a number if that exists. Raises UserError early,
+    before any work is done."""
     path = Path(out or Path("evals", default))
     number = 2
     while out is None and path.exists():
         path = Path("evals", default).with_stem(f"{Path(default).stem}-{number}")
         number += 1
-    require(path.suffix in kinds, f"{flag} {path}: it must end in {' or '.join(kinds)}")
-    require(not path.exists(), f"{flag} {path}: it exists; choose another file")
+    require(path.suffix in suffixes, f"{flag} {path}: the name must end in {' or '.join(suffixes)}")
+    require(not path.exists(), f"{flag} {path}: the file already exists; choose another name")
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     require(
         parent.is_dir() and os.access(parent, os.W_OK),
-        f"{flag} {path}: cannot be written there; choose another",
+        f"{flag} {path}: no permission to write there; choose another folder",
     )
     return path
 
@@ -479,7 +502,7 @@ def write(path: Path, text: str) -> None:
 def json_lines(lines: Iterable[dict]) -> str:
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
-OKABE_ITO = [
+OKABE_ITO = [  # a palette that is safe for colour blindness
     "#0072B2",
     "#D55E00",
     "#009E73",
@@ -487,12 +510,13 @@ OKABE_ITO = [
     "#E69F00",
     "#56B4E9",
     "#000000",
-]  # also for the colour-blind
+]
 GREY = "#777777"
 DASHES = ["-", "--", ":", "-."]
 
 def new_figure(height: float, rows: int, columns: int) -> tuple[Any, list]:
-    """A figure as wide as a README, 8 inches, and `height` inches high; and its axes."""
+    """Create a figure 8 inches wide, the width of a README, and `height` inches high. Returns it with its
+    axes."""
     import matplotlib
     from matplotlib.figure import Figure
     matplotlib.rcParams.update(
@@ -511,83 +535,84 @@ def new_figure(height: float, rows: int, columns: int) -> tuple[Any, list]:
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 def save(figure: Any, path: Path, lines: dict[str, Any]) -> None:
-    """Write the picture, with the `lines` explained above it by their labels."""
+    """Add a legend for the `lines`, by label, above the figure, and write it to `path`."""
     columns = 3 if len(lines) % 3 == 0 else 2
     figure.legend(
         list(lines.values()), list(lines), loc="outside upper center", ncols=columns, frameon=False
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
-    print(f"picture: {path}")
+    print(f"figure: {path}")
 
 def legend_of(axes: Any) -> dict[str, Any]:
     handles, labels = axes.get_legend_handles_labels()
     return dict(zip(labels, handles))
 
-# ---------- accuracy --------------------------------------------------------------------------------------------------
+# ---------- accuracy ----------------------------------------------------------------------------------------
 
 def accuracy(flags: Accuracy) -> None:
-    """Draw, reward, tell."""
+    """Sample completions, reward them, and print tables."""
     ks = sorted(set(flags.k or (1, flags.samples)))
     require(
         1 <= ks[0] <= ks[-1] <= flags.samples,
         f"--k {' '.join(map(str, ks))} --samples {flags.samples}: pass@k needs 1 <= k <= samples",
     )
-    configs = settings_with_one_reward(flags)
-    data = rows_to_measure(flags, configs[0])
+    configs = configs_with_one_reward(flags)
+    data = data_to_evaluate(flags, configs[0])
     out = new_file(flags.out, (".jsonl",), "accuracy.jsonl")
 
-    lines = []
-    found = defaultdict(list)  # by the model's number, sampled or greedy, and row
-    for i, (name, config) in enumerate(zip(flags.model, configs)):  # one model in memory at a time
+    all_samples = []
+    samples_of = defaultdict(list)  # by the model's index, sampled or greedy, and row
+    for i, (name, config) in enumerate(zip(flags.model, configs)):  # only one model in memory at a time
         rows = read_rows(data, config)
         sampler = load(name, config)
         prompts = encode(sampler, rows, offline=False)
-        kinds = dict(sampled=draw(sampler, prompts, rows, flags.samples, 2 * i))
+        groups_by_kind = dict(sampled=draw(sampler, prompts, rows, flags.samples, 2 * i))
         if flags.greedy:
-            kinds["greedy"] = draw(sampler, prompts, rows, 1, 2 * i + 1, greedy=True)
-        for kind, groups in kinds.items():
+            groups_by_kind["greedy"] = draw(sampler, prompts, rows, 1, 2 * i + 1, greedy=True)
+        for kind, groups in groups_by_kind.items():
             for group in groups:
-                about = dict(model=name, kind=kind, row=group.row, prompt=rows[group.row].prompt)
-                found[i, kind, group.row] = [
-                    about | completion for completion in completions_of(sampler, group)
-                ]
-                lines += found[i, kind, group.row]
+                source = dict(model=name, kind=kind, row=group.row, prompt=rows[group.row].prompt)
+                samples = [source | completion for completion in completions_of(sampler, group)]
+                samples_of[i, kind, group.row] = samples
+                all_samples += samples
         del sampler
-    write(out, json_lines(lines))
+    write(out, json_lines(all_samples))
 
     models = range(len(configs))
-    problems = [row for row in range(len(rows)) if all((i, "sampled", row) in found for i in models)]
+    problems = [
+        row for row in range(len(rows)) if all((i, "sampled", row) in samples_of for i in models)
+    ]
 
     def values(i: int, key: str, kind: str = "sampled") -> np.ndarray:  # (problems, samples)
-        return np.array([[line[key] for line in found[i, kind, row]] for row in problems], dtype=float)
+        samples = [[sample[key] for sample in samples_of[i, kind, row]] for row in problems]
+        return np.array(samples, dtype=float)
 
     rewards = [values(i, "reward") for i in models]
-    is_binary = all(
-        set(np.unique(one)) <= {0.0, 1.0} for one in rewards
-    )  # if graded, pass@k means nothing
-    estimate = rate if is_binary else lambda values: show(interval(values))
+    # pass@k is only defined for rewards of 0 and 1.
+    is_binary = all(set(np.unique(values)) <= {0.0, 1.0} for values in rewards)
+    estimate = rate if is_binary else lambda values: format_interval(interval(values))
     header = ["", *([f"pass@{k}" for k in ks] if is_binary else ["mean reward"])]
     header += ["greedy"] * flags.greedy + ["tokens", "truncated"]
     results = [header]
     for i in models:
-        passed = [rewards[i].mean(1)]
+        columns = [rewards[i].mean(1)]
         if is_binary:
             correct = rewards[i].sum(1).astype(int).tolist()
-            passed = [[pass_at_k(flags.samples, c, k) for c in correct] for k in ks]
+            columns = [[pass_at_k(flags.samples, c, k) for c in correct] for k in ks]
         if flags.greedy:
-            passed.append(values(i, "reward", "greedy")[:, 0])
+            columns.append(values(i, "reward", "greedy")[:, 0])
         results.append(
             [
                 flags.model[i],
-                *map(estimate, passed),
-                show(interval(values(i, "tokens").mean(1)), 1),
+                *map(estimate, columns),
+                format_interval(interval(values(i, "tokens").mean(1)), 1),
                 rate(values(i, "truncated").mean(1)),
             ]
         )
     print(
-        f"{data}: {len(problems)} problems, {flags.samples} samples each at temperature {flags.temperature:g}; "
-        f"[95 % bootstrap intervals over problems]\n\n{table(results)}"
+        f"{data}: {len(problems)} problems, {flags.samples} samples each at temperature "
+        f"{flags.temperature:g}; [95 % bootstrap intervals over problems]\n\n{table(results)}"
     )
 
     levels = np.array([str(rows[row].fields.get("level")) for row in problems])
@@ -598,25 +623,28 @@ def accuracy(flags: Accuracy) -> None:
             results.append(
                 [flags.model[i], *(estimate(rewards[i][levels == level].mean(1)) for level in names)]
             )
-        print("\nby level (problems)\n" + table(results))
+        print("\nby level (number of problems)\n" + table(results))
     if len(models) > 1:
         bounds = (-1.0, 1.0) if is_binary else ()
         results = []
         for i in models[1:]:
-            more = rewards[i].mean(1) - rewards[0].mean(1)
-            results.append([flags.model[i], show(interval(more, *bounds), sign="+")])
-        print(f"\nmore than {flags.model[0]}, by problem; comparisons: {len(results)}\n{table(results)}")
+            difference = rewards[i].mean(1) - rewards[0].mean(1)
+            results.append([flags.model[i], format_interval(interval(difference, *bounds), sign="+")])
+        print(
+            f"\ndifference from {flags.model[0]}, paired by problem; comparisons: {len(results)}\n"
+            f"{table(results)}"
+        )
     print(f"\nsamples: {out}")
 
-# ---------- show ------------------------------------------------------------------------------------------------------
+# ---------- show --------------------------------------------------------------------------------------------
 
 def show_completions(flags: Show) -> None:
-    """Draw and reward as `accuracy` does, print."""
-    configs = settings_with_one_reward(flags)
-    data = rows_to_measure(flags, configs[0])
+    """Sample and reward completions as `accuracy` does, and print them."""
+    configs = configs_with_one_reward(flags)
+    data = data_to_evaluate(flags, configs[0])
     samples = 1 if flags.greedy else flags.samples
-    prompts, said = [], []  # of each model, by row: the prompt as text, and the completions
-    for stream, (name, config) in enumerate(zip(flags.model, configs)):  # one model in memory at a time
+    prompts, completions = [], []  # one dict per model: a prompt's text and its completions, by row
+    for stream, (name, config) in enumerate(zip(flags.model, configs)):  # only one model in memory at a time
         rows = read_rows(data, config)
         sampler = load(name, config)
         if (
@@ -624,70 +652,71 @@ def show_completions(flags: Show) -> None:
             and config.reward == Config.reward
             and any("answer" not in row.fields for row in rows)
         ):
-            sampler.reward = None  # nothing to compare with
+            sampler.reward = None  # there is no answer to compare with
         groups = encode(sampler, rows, offline=False)[: flags.prompts]
         drawn = draw(sampler, groups, rows, samples, stream, flags.greedy)
-        prompts.append({group.row: as_text(rows[group.row].prompt) for group in drawn})
-        said.append({group.row: completions_of(sampler, group) for group in drawn})
+        prompts.append({group.row: prompt_text(rows[group.row].prompt) for group in drawn})
+        completions.append({group.row: completions_of(sampler, group) for group in drawn})
         del sampler
 
-    shown = [row for row in said[0] if all(row in of_model for of_model in said)]
-    width = min(
-        shutil.get_terminal_size((100, 24)).columns, 80 * len(configs)
-    )  # 100 into a file or a pipe
+    shown = [row for row in completions[0] if all(row in by_row for by_row in completions)]
+    # 100 columns when the output is not a terminal
+    width = min(shutil.get_terminal_size((100, 24)).columns, 80 * len(configs))
     for number, row in enumerate(shown, 1):
         print(f"── {number} of {len(shown)}: {rows[row].where.removeprefix('--data ')} ".ljust(width, "─"))
-        texts = [of_model[row] for of_model in prompts]
-        are_same = len(set(texts)) == 1  # or runs with prompt formats of their own
-        if are_same:
+        texts = [by_row[row] for by_row in prompts]
+        same_prompt = len(set(texts)) == 1  # prompts differ between runs with different prompt formats
+        if same_prompt:
             print(printable(texts[0]))
         if "answer" in rows[row].fields:
             print(f"(answer: {printable(str(rows[row].fields['answer']))})")
-        lines = [] if are_same else [[f"({text})" for text in texts]]
-        for completions in zip(*(of_model[row] for of_model in said)):
-            lines.append([completion["completion"] for completion in completions])
-            lines.append([in_short(completion) for completion in completions])
+        lines = [] if same_prompt else [[f"({text})" for text in texts]]
+        for side_by_side in zip(*(by_row[row] for by_row in completions)):
+            lines.append([sample["completion"] for sample in side_by_side])
+            lines.append([summary(sample) for sample in side_by_side])
         print()
         print_columns(flags.model, lines, width)
         print()
 
-def as_text(prompt: list[dict]) -> str:
-    """A prompt as people read it: its messages, with their roles where there are several."""
+def prompt_text(prompt: list[dict]) -> str:
+    """A prompt as readable text. Roles are shown if there is more than one message."""
     texts = [f"{message['role']}: {message['content']}" for message in prompt]
     return "\n".join(texts) if len(texts) > 1 else prompt[0]["content"]
 
-def in_short(completion: dict) -> str:
-    reward = "" if completion["reward"] is None else f"reward {completion['reward']:.4g}, "
-    cut = ", truncated" if completion["truncated"] else ""
-    return f"→ {reward}{completion['tokens']} tokens{cut}"
+def summary(sample: dict) -> str:
+    reward = "" if sample["reward"] is None else f"reward {sample['reward']:.4g}, "
+    truncated = ", truncated" if sample["truncated"] else ""
+    return f"→ {reward}{sample['tokens']} tokens{truncated}"
 
-# ---------- chat ------------------------------------------------------------------------------------------------------
+# ---------- chat --------------------------------------------------------------------------------------------
 
 class Speaker:
-    """A model in a chat, with its dialogue so far. What it says is on the screen as it is drawn."""
+    """A model in a chat, with its own dialogue. Its answers are printed token by token as they are
+    sampled."""
 
     def __init__(self, name: str, config: Config):
         from transformers import TextStreamer
         self.name = name
         self.sampler = load(name, config, rewarded=False)
         self.dialogue: list[dict] = []  # messages
-        self.said = ""  # of its present answer
+        self.answer_text = ""  # the current answer so far
         self.streamer = TextStreamer(self.sampler.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.streamer.on_finalized_text = self.say
+        self.streamer.on_finalized_text = self.on_text
         policy = self.sampler.policy  # humanline.sample calls its `generate`
         policy.generate = functools.partial(policy.generate, streamer=self.streamer)
 
-    def say(self, text: str, stream_end: bool = False) -> None:
-        self.said += text
+    def on_text(self, text: str, stream_end: bool = False) -> None:
+        self.answer_text += text
         print(printable(text), end="", flush=True)
 
     def answer(self, message: str, seed: int) -> None:
-        """Answer a message as in training: its prompt is the dialogue up to there. Ctrl-C ends the answer."""
+        """Answer a message. The prompt is the dialogue so far, formatted as in training. Ctrl-C stops the
+        answer."""
         sampler = self.sampler
         dialogue = [*self.dialogue, dict(role="user", content=message)]
         prompt = humanline.read_row(dict(prompt=dialogue), "chat", sampler.config).prompt
         with humanline.explained(
-            f"--model {self.name}: its chat template refuses the dialogue", "leave out --system"
+            f"--model {self.name}: the chat template rejected the dialogue", "try it without --system"
         ):
             [[ids]] = humanline.encode_dialogues(sampler.tokenizer, [Row("chat", prompt, {})])
         print(f"\n{self.name}> ", end="", flush=True)
@@ -695,36 +724,38 @@ class Speaker:
         if room < 1:
             self.dialogue = []
             print(
-                f"[longer than the model's {sampler.longest} positions: a new dialogue begins; say that again, or "
-                "shorter]"
+                f"[the dialogue exceeds the model's {sampler.longest} positions: starting a new one; "
+                "repeat the message, or shorten it]"
             )
             return
         config = dataclasses.replace(
             sampler.config, max_new_tokens=min(sampler.config.max_new_tokens, room)
         )
-        self.said = ""
+        self.answer_text = ""
         try:
             ((completion, _),) = humanline.sample(
                 sampler.policy, [ids], sampler.stops, config, seed
             )
-            print("" if completion[-1] in sampler.stops else f" [cut after {len(completion)} tokens]")
+            is_complete = completion[-1] in sampler.stops
+            print("" if is_complete else f" [truncated after {len(completion)} tokens]")
         except KeyboardInterrupt:
             self.streamer.end()
             print(" [stopped]")
         if sampler.tokenizer.chat_template:
-            self.dialogue = [*dialogue, dict(role="assistant", content=self.said)]
+            self.dialogue = [*dialogue, dict(role="assistant", content=self.answer_text)]
 
 def chat(flags: Chat) -> None:
-    """Listen, answer, remember."""
-    speakers = [Speaker(name, config) for name, config in zip(flags.model, settings_of_all(flags))]
+    """Read messages and let each model answer, until /quit or the end of input."""
+    speakers = [Speaker(name, config) for name, config in zip(flags.model, configs_for(flags))]
     sys.stdin.reconfigure(errors="replace")
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  arrow keys and history, by its import alone
-    print("/reset begins a new dialogue, /quit ends; Ctrl-C stops an answer.")
+        import readline  # noqa: F401  importing it enables arrow keys and history
+    print("/reset starts a new dialogue, /quit exits, Ctrl-C stops an answer.")
     for speaker in speakers:
         if not speaker.sampler.tokenizer.chat_template:
             print(
-                f"{speaker.name} has no chat template: it continues each text by itself, and remembers none."
+                f"{speaker.name} has no chat template: it continues each message on its own and remembers "
+                "none of them."
             )
     for turn in itertools.count():
         try:
@@ -735,28 +766,29 @@ def chat(flags: Chat) -> None:
         if message == "/quit":
             return
         if message == "/reset":
-            print("[a new dialogue]")
+            print("[new dialogue]")
             for speaker in speakers:
                 speaker.dialogue = []
         elif message:
             for speaker in speakers:
                 speaker.answer(message, humanline.seed_for(flags.seed, "chat", turn))
 
-# ---------- winrate ---------------------------------------------------------------------------------------------------
+# ---------- winrate -----------------------------------------------------------------------------------------
 
 def load_judge(spec: str, config: Config) -> Callable[..., list[float]]:
-    """The function that --judge FILE.py:function names, in a process of its own, with the time limit of rewards."""
+    """Load the function that --judge FILE.py:function names into a separate process, with the time limit of
+    rewards."""
     file, _, name = spec.rpartition(":")
     require(
         Path(file).is_file() and file.endswith(".py"),
         f"--judge {spec}: no such file; write FILE.py:function",
     )
     with humanline.explained(
-        f"--judge {spec}", "write FILE.py:function, a function(prompts, first, second, rows)"
+        f"--judge {spec}", "write FILE.py:function, with a function(prompts, first, second, rows)"
     ):
         return humanline.FunctionProcess(file, name, config.reward_seconds)
 
-def ask_twice(
+def judge_both_orders(
     judge: Callable[..., list[float]],
     spec: str,
     prompts: list,
@@ -764,47 +796,49 @@ def ask_twice(
     second: list[str],
     fields: list[dict],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(N,) probabilities that the first text is better; (N,) how much the judge favours what it reads first."""
-    found = []
-    mend = f"it must return {len(prompts)} probabilities, one for each pair"
+    """Returns (N,) probabilities that the first text is better, and (N,) by how much the judge prefers
+    whichever text it reads first."""
+    by_order = []
+    expected = f"it must return {len(prompts)} probabilities, one per pair"
     for texts in ((first, second), (second, first)):
         with humanline.explained(
-            f"--judge {spec}", mend, longer="give it more time with --reward-seconds"
+            f"--judge {spec}", expected, longer="increase the time limit with --reward-seconds"
         ):
             values = np.array([float(value) for value in judge(prompts, *texts, fields)])
-        is_good = values.shape == (len(prompts),) and ((values >= 0) & (values <= 1)).all()
-        require(is_good, f"--judge {spec}: {mend}")
-        found.append(values)
-    return (found[0] + 1 - found[1]) / 2, found[0] + found[1] - 1
+        is_valid = values.shape == (len(prompts),) and ((values >= 0) & (values <= 1)).all()
+        require(is_valid, f"--judge {spec}: {expected}")
+        by_order.append(values)
+    return (by_order[0] + 1 - by_order[1]) / 2, by_order[0] + by_order[1] - 1
 
 def compare_rewards(
     reward: Reward, prompts: list, first: list[str], second: list[str], fields: list[dict]
 ) -> np.ndarray:
-    """(N,) 1 where the first text has the higher reward, 0.5 where both have the same, else 0."""
-    found = []
+    """(N,) preferences: 1 if the first text has the higher reward, 0.5 if the rewards are equal, else 0."""
+    rewards = []
     for texts in (first, second):
         values = reward(prompts, texts, fields)
-        found.append([reward.config.reward_failed if value is None else value for value in values])
+        rewards.append([reward.config.reward_failed if value is None else value for value in values])
     require(
         reward.worked, f"--reward {reward.config.reward} failed on every sample: {reward.failure!r:.200}"
     )
-    return (1 + np.sign(np.subtract(*found))) / 2
+    return (1 + np.sign(np.subtract(*rewards))) / 2
 
 def winrate(flags: Winrate) -> None:
-    """Draw both sides, judge, tell."""
-    has_other = flags.against != "data"
+    """Sample from both sides, compare the completions pair by pair, and print the win rates."""
+    against_model = flags.against != "data"
     run = run_folder(flags.model, "--model") or (
-        run_folder(flags.against, "--against") if has_other else None
+        run_folder(flags.against, "--against") if against_model else None
     )
-    config = settings_of(flags.model, flags, beside=run)
-    other = settings_of(flags.against, flags, "--against", run) if has_other else None
-    data = rows_to_measure(flags, config)
+    config = config_for(flags.model, flags, fallback_run=run)
+    other_config = config_for(flags.against, flags, "--against", run) if against_model else None
+    data = data_to_evaluate(flags, config)
     out = new_file(flags.out, (".jsonl",), "winrate.jsonl")
     rows = read_rows(data, config)
-    good = [i for i, row in enumerate(rows) if not row.labelled or row.rewards == [1]]
+    desirable = [i for i, row in enumerate(rows) if not row.labelled or row.rewards == [1]]
     require(
-        has_other or (good and all(row.completions for row in rows)),
-        f"--against data: {data} has rows without completions, or no good one; name a model: --against MODEL",
+        against_model or (desirable and all(row.completions for row in rows)),
+        f"--against data: {data} has rows without completions, or no desirable completion; compare with a "
+        "model instead: --against MODEL",
     )
     judge = load_judge(flags.judge, config) if flags.judge else None
     sampler = load(flags.model, config, rewarded=judge is None)
@@ -812,41 +846,41 @@ def winrate(flags: Winrate) -> None:
     sampler.check_rows(rows)
     sampler.reward = None  # both sides are rewarded together, below
 
-    def texts(one: Sampler, stream: int) -> dict[int, list[str]]:
-        own = read_rows(data, one.config)  # with its own prompt template
-        drawn = draw(one, encode(one, own, offline=False), own, flags.samples, stream)
+    def completions_by_row(sampler: Sampler, stream: int) -> dict[int, list[str]]:
+        rows = read_rows(data, sampler.config)  # in the sampler's own prompt format
+        drawn = draw(sampler, encode(sampler, rows, offline=False), rows, flags.samples, stream)
         return {
-            group.row: one.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
+            group.row: sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
             for group in drawn
         }
 
-    ours = texts(sampler, 0)
-    if has_other:  # from draws of its own, so that a model against itself is a test and no identity
-        theirs = texts(load(flags.against, other, rewarded=False), 1)
+    model_texts = completions_by_row(sampler, 0)
+    if against_model:  # another stream, so that comparing a model with itself is a meaningful check
+        other_texts = completions_by_row(load(flags.against, other_config, rewarded=False), 1)
     else:
-        theirs = {
-            i: [rows[i].completions[int(np.argmax(rows[i].rewards))]] * flags.samples for i in good
+        other_texts = {
+            i: [rows[i].completions[int(np.argmax(rows[i].rewards))]] * flags.samples for i in desirable
         }
-    common = sorted(set(ours) & set(theirs))
-    of_rows = [rows[row] for row in common for _ in ours[row]]
-    first = [text for row in common for text in ours[row]]
-    second = [text for row in common for text in theirs[row]]
-    prompts = [row.prompt for row in of_rows]
-    fields = [row.fields for row in of_rows]
+    common = sorted(set(model_texts) & set(other_texts))
+    pair_rows = [rows[row] for row in common for _ in model_texts[row]]
+    first = [text for row in common for text in model_texts[row]]
+    second = [text for row in common for text in other_texts[row]]
+    prompts = [row.prompt for row in pair_rows]
+    fields = [row.fields for row in pair_rows]
     if judge is None:
         preference = compare_rewards(reward, prompts, first, second, fields)
     else:
-        preference, favour = ask_twice(judge, flags.judge, prompts, first, second, fields)
+        preference, position_bias = judge_both_orders(judge, flags.judge, prompts, first, second, fields)
     write(
         out,
         json_lines(
-            dict(where=row.where, prompt=row.prompt, output=one, against=two, preference=value)
-            for row, one, two, value in zip(of_rows, first, second, preference.tolist())
+            dict(where=row.where, prompt=row.prompt, output=output, against=against, preference=value)
+            for row, output, against, value in zip(pair_rows, first, second, preference.tolist())
         ),
     )
 
     shape = len(common), flags.samples
-    lengths = np.array([[len(one), len(two)] for one, two in zip(first, second)], dtype=float)
+    lengths = np.array([list(map(len, pair)) for pair in zip(first, second)], dtype=float)
     delta = (lengths[:, 0] - lengths[:, 1]).reshape(shape)
     preference = preference.reshape(shape)
 
@@ -855,8 +889,8 @@ def winrate(flags: Winrate) -> None:
             preference[index].reshape(len(index), -1), delta[index].reshape(len(index), -1)
         )
 
-    again = fit(resamples(shape[0], 1000))
-    controlled = float(fit(np.arange(shape[0])[None])[0]), *np.quantile(again, [0.025, 0.975])
+    resampled = fit(resamples(shape[0], 1000))
+    controlled = float(fit(np.arange(shape[0])[None])[0]), *np.quantile(resampled, [0.025, 0.975])
     wins = np.mean(preference > 0.5)
     losses = np.mean(preference < 0.5)
     is_one_sided = min(wins, losses) <= 0.02
@@ -866,272 +900,297 @@ def winrate(flags: Winrate) -> None:
             rate(preference.mean(1)),
             f"wins {wins:.3f}, ties {1 - wins - losses:.3f}, losses {losses:.3f}",
         ],
-        ["length-controlled", *(("–", "too one-sided a win") if is_one_sided else (show(controlled), ""))],
         [
-            "longer by, characters",
-            show(interval(delta.mean(1)), 2, "+"),
+            "length-controlled",
+            "–" if is_one_sided else format_interval(controlled),
+            "not estimated: one side nearly always wins" if is_one_sided else "",
+        ],
+        [
+            "length difference, characters",
+            format_interval(interval(delta.mean(1)), 2, "+"),
             "{:.1f} against {:.1f}".format(*lengths.mean(0)),
         ],
     ]
     if judge is not None:
-        favoured = interval(favour.reshape(shape).mean(1), -1, 1)
-        results.append(["favours what it reads first", show(favoured, sign="+"), "the judge, -1 to 1"])
+        bias = interval(position_bias.reshape(shape).mean(1), -1, 1)
+        results.append(
+            ["position bias of the judge", format_interval(bias, sign="+"), "1: the first text always wins"]
+        )
     print(
         f"{flags.model} against {flags.against} on {data}: {shape[0]} prompts x {shape[1]}, judged by "
         f"{flags.judge or config.reward}; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n\n"
         f"pairs: {out}"
     )
 
-# ---------- data ------------------------------------------------------------------------------------------------------
+# ---------- data --------------------------------------------------------------------------------------------
 
-# Nats/token: the quartile of the paper's data with which offline training fell behind.
-PAPERS_WORST = (-1.03, -0.36)
+# In nats/token: the range of the worst quartile of the paper's data, on which offline training fell behind.
+PAPER_WORST_QUARTILE = (-1.03, -0.36)
 
 class Source:
-    """One source of offline data, as the starting model sees it."""
+    """A source of offline data, described by how likely it is under the starting model."""
 
-    def __init__(self, name: str, groups: list[Group], logps: PerToken, own: PerToken):
-        """logps: per prompt, per completion, the token log-probs; own: the same of completions that the model drew."""
+    def __init__(self, name: str, groups: list[Group], logps: PerToken, own_logps: PerToken):
+        """logps: token log-probs per prompt and completion; own_logps: the same for the model's own
+        samples."""
         self.name = name
         self.groups = groups
-        self.means = [np.array([one.mean() for one in group]) for group in logps]  # nats/token
-        self.all = np.concatenate(self.means)
-        self.estimate = interval([one.mean() for one in self.means])
-        self.own = [group[0].mean() for group in own]
-        # Most of what the model itself says is likelier than this.
-        self.line = float(np.quantile(self.own, 0.25)) if own else PAPERS_WORST[1]
-        self.gaps = []  # best minus worst reward
+        self.means = [np.array([tokens.mean() for tokens in group]) for group in logps]  # nats/token
+        self.all_means = np.concatenate(self.means)
+        self.estimate = interval([group.mean() for group in self.means])
+        self.own_means = [group[0].mean() for group in own_logps]
+        # Three quarters of the model's own samples are more likely than this.
+        self.threshold = float(np.quantile(self.own_means, 0.25)) if own_logps else PAPER_WORST_QUARTILE[1]
+        self.reward_gaps = []  # best minus worst reward, per group
         for group in groups:
             if len(group.rewards) > 1 and not group.labelled:
-                self.gaps.append(np.ptp(group.rewards))
+                self.reward_gaps.append(np.ptp(group.rewards))
 
-    def share(self, low: float, high: float) -> str:
-        """Of the completions, those with a mean log-prob from low up to high."""
-        return rate([((one >= low) & (one < high)).mean() for one in self.means])
+    def fraction_between(self, low: float, high: float) -> str:
+        """The fraction of completions with a mean log-prob in [low, high), with its interval."""
+        return rate([((means >= low) & (means < high)).mean() for means in self.means])
 
     def describe(self) -> dict[str, str]:
-        """What the table says."""
+        """This source's column of the table, by row name."""
         lengths = np.array([len(ids) for group in self.groups for ids in group.completions])
-        texts = {(*group.prompt, -1, *ids) for group in self.groups for ids in group.completions}
-        doubles = len(lengths) - len(texts)
-        quartiles = np.quantile(self.all, [0.25, 0.5, 0.75])
-        low, high = PAPERS_WORST
+        distinct = {(*group.prompt, -1, *ids) for group in self.groups for ids in group.completions}
+        duplicates = len(lengths) - len(distinct)
+        quartiles = np.quantile(self.all_means, [0.25, 0.5, 0.75])
+        low, high = PAPER_WORST_QUARTILE
         column = {
             "prompts": f"{len(self.groups):,}",
             "completions": f"{len(lengths):,}",
-            "  tokens, median (longest)": f"{np.median(lengths):.0f} ({lengths.max()})",
-            "  duplicates": f"{doubles:,} ({doubles / len(lengths):.1%})",
-            "mean log-prob, nats/token": show(self.estimate),
-            "  its quartiles": "  ".join(f"{value:.2f}" for value in quartiles),
-            f"  in the paper's worst quartile, {low} to {high}": self.share(low, high),
-            f"  below {low}": self.share(-math.inf, low),
+            "  median length (maximum), tokens": f"{np.median(lengths):.0f} ({lengths.max()})",
+            "  duplicates": f"{duplicates:,} ({duplicates / len(lengths):.1%})",
+            "mean log-prob, nats/token": format_interval(self.estimate),
+            "  quartiles": "  ".join(f"{value:.2f}" for value in quartiles),
+            f"  in the paper's worst quartile, {low} to {high}": self.fraction_between(low, high),
+            f"  below {low}": self.fraction_between(-math.inf, low),
         }
-        if self.own:
-            column["  of the model's own samples"] = show(interval(self.own))
-            column["  less likely than 3/4 of those"] = self.share(-math.inf, self.line)
-        if self.gaps:
-            column["best minus worst reward"] = show(interval(self.gaps))
-            column["  no difference"] = rate(np.equal(self.gaps, 0))
+        if self.own_means:
+            column["  of the model's own samples"] = format_interval(interval(self.own_means))
+            column["  less likely than 3/4 of its samples"] = self.fraction_between(-math.inf, self.threshold)
+        if self.reward_gaps:
+            column["best minus worst reward"] = format_interval(interval(self.reward_gaps))
+            column["  groups without a difference"] = rate(np.equal(self.reward_gaps, 0))
         return column
 
     def advice(self) -> str:
-        """A sentence. In the paper, humanline makes offline data as good as online, unless it is too unlikely."""
-        than = "than 3/4 of the model's own" if self.own else f"than {PAPERS_WORST[1]} nats/token"
-        unlikely = (self.all < self.line).mean()
-        flat = np.equal(self.gaps, 0).mean() if self.gaps else 0.0
-        if flat > 0.8:
-            return f"little to learn from: {flat:.0%} of the prompts have completions of one reward; choose others."
+        """One sentence of advice. In the paper, humanline makes offline data as good as online data unless it
+        is too unlikely."""
+        than = "3/4 of the model's own samples" if self.own_means else f"{PAPER_WORST_QUARTILE[1]} nats/token"
+        unlikely = (self.all_means < self.threshold).mean()
+        without_difference = np.equal(self.reward_gaps, 0).mean() if self.reward_gaps else 0.0
+        if without_difference > 0.8:
+            return (
+                f"little to learn: in {without_difference:.0%} of the groups all completions have the same "
+                "reward; choose other prompts."
+            )
         if unlikely > 0.75:
             return (
-                f"not good enough: {unlikely:.0%} of the completions are less likely {than}; "
-                f"draw them from the model itself (--sample-every 64), or imitate the best of them first."
+                f"not good enough: {unlikely:.0%} of the completions are less likely than {than}; sample "
+                "completions from the model itself (--sample-every 64), or finetune on the best ones first."
             )
         if unlikely > 0.4:
             return (
-                f"doubtful: {unlikely:.0%} of the completions are less likely {than}; "
-                "compare with --sample-every 64."
+                f"doubtful: {unlikely:.0%} of the completions are less likely than {than}; compare with "
+                "--sample-every 64."
             )
-        return f"good enough to train offline with humanline: only {unlikely:.0%} of it is less likely {than}."
+        return (
+            f"good enough for offline training with humanline: only {unlikely:.0%} of the completions are "
+            f"less likely than {than}."
+        )
 
 def data_quality(flags: DataQuality) -> None:
-    """Find how likely the data are under the starting model, count what else is wrong with them, advise."""
-    config = settings_of(flags.model, flags)
+    """Compute how likely the data are under the starting model, count other defects, and give advice."""
+    config = config_for(flags.model, flags)
     out = new_file(flags.out, (".png", ".svg"), "data.png")
-    read = {name: read_rows(name, config) for name in flags.data}
-    for name, rows in read.items():
+    rows_by_source = {name: read_rows(name, config) for name in flags.data}
+    for name, rows in rows_by_source.items():
         require(
             any(row.completions for row in rows),
-            f"--data {name}: prompts without completions; there is nothing to judge",
+            f"--data {name}: these rows are prompts without completions; pass offline data",
         )
     model = load(flags.model, config, rewarded=False)
 
     described = []
-    for stream, (name, rows) in enumerate(read.items()):
+    for stream, (name, rows) in enumerate(rows_by_source.items()):
         groups = [group for group in encode(model, rows, offline=True) if group.completions]
         logps = token_logps(model, groups)
-        room = min(config.max_new_tokens, max(len(ids) for group in groups for ids in group.completions))
+        longest = max(len(ids) for group in groups for ids in group.completions)
+        room = min(config.max_new_tokens, longest)
         model.config = dataclasses.replace(model.config, max_new_tokens=room)
-        fit = [group for group in groups if len(group.prompt) + room <= model.longest]
-        own = token_logps(model, draw(model, fit[: flags.own], rows, 1, stream)) if fit[: flags.own] else []
-        source = Source(name, groups, logps, own)
-        lost = sum(len(row.completions) for row in rows) - len(source.all)
-        described.append((source, source.describe() | {"over-long, not trained on": f"{lost:,}"}))
+        prompts = [group for group in groups if len(group.prompt) + room <= model.longest][: flags.own]
+        own_logps = token_logps(model, draw(model, prompts, rows, 1, stream)) if prompts else []
+        source = Source(name, groups, logps, own_logps)
+        dropped = sum(len(row.completions) for row in rows) - len(source.all_means)
+        described.append((source, source.describe() | {"dropped, too long": f"{dropped:,}"}))
     described.sort(key=lambda pair: -pair[0].estimate[0])
     sources, columns = zip(*described)
     results = [["", *(source.name for source in sources)]]
     for key in dict.fromkeys(key for column in columns for key in column):
         results.append([key, *(column.get(key, "") for column in columns)])
     print(
-        f"under {flags.model}, the model to start from; [95 % bootstrap intervals over prompts]\n\n"
+        f"log-probs under the starting model {flags.model}; [95 % bootstrap intervals over prompts]\n\n"
         f"{table(results)}\n"
     )
-    for source in sources[1:]:  # two independent means: the reaches of their intervals add in squares
+    for source in sources[1:]:  # independent means: the half-widths of their intervals add in quadrature
         a, a_low, a_high = source.estimate
         b, b_low, b_high = sources[0].estimate
         gap = a - b
         low = gap - math.hypot(a - a_low, b_high - b)
         high = gap + math.hypot(a_high - a, b - b_low)
-        gap = show((gap, low, high), sign="+")
-        print(f"{source.name}: {gap} nats/token from {sources[0].name}, the likeliest")
+        gap = format_interval((gap, low, high), sign="+")
+        print(f"{source.name}: {gap} nats/token relative to {sources[0].name}, the most likely source")
     for source in sources:
         print(f"{source.name}: {source.advice()}")
     picture_data(sources, flags.model, out)
 
-def picture_data(sources: Iterable[Source], start: str, path: Path) -> None:
-    """Histograms of mean token log-probs."""
+def picture_data(sources: Iterable[Source], model: str, path: Path) -> None:
+    """Draw histograms of the mean token log-probs of each source."""
     figure, (axes,) = new_figure(3.6, 1, 1)
-    everything = np.concatenate([source.all for source in sources])
-    high = max(-7, min(0, everything.max()))  # the first bin may hold all of them
-    edges = np.linspace(max(np.quantile(everything, 0.005), -8), high, 41)
-    low, high = np.clip(PAPERS_WORST, edges[0], edges[-1])
-    axes.axvspan(low, high, color="#E4E4E4", zorder=0, label="the paper's worst quartile")
-    drawn = [
-        (source.name, source.all, OKABE_ITO[i % 7], DASHES[i // 7 % 4]) for i, source in enumerate(sources)
+    all_means = np.concatenate([source.all_means for source in sources])
+    high = max(-7, min(0, all_means.max()))  # above the first edge even if all data are below -8
+    edges = np.linspace(max(np.quantile(all_means, 0.005), -8), high, 41)
+    low, high = np.clip(PAPER_WORST_QUARTILE, edges[0], edges[-1])
+    axes.axvspan(low, high, color="#E4E4E4", zorder=0, label="worst quartile in the paper")
+    histograms = [
+        (source.name, source.all_means, OKABE_ITO[i % 7], DASHES[i // 7 % 4])
+        for i, source in enumerate(sources)
     ]
-    own = [mean for source in sources for mean in source.own]
-    if own:
-        drawn.append(("the model's own samples", own, GREY, ":"))
-    for name, values, colour, dash in drawn:
-        shares = 100 * np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0] / len(values)
-        axes.stairs(shares, edges, color=colour, linestyle=dash, linewidth=2, label=name)
+    own_means = [mean for source in sources for mean in source.own_means]
+    if own_means:
+        histograms.append(("the model's own samples", own_means, GREY, ":"))
+    for name, means, colour, dash in histograms:
+        percentages = 100 * np.histogram(np.clip(means, edges[0], edges[-1]), edges)[0] / len(means)
+        axes.stairs(percentages, edges, color=colour, linestyle=dash, linewidth=2, label=name)
     axes.set(
         xlim=(edges[0], edges[-1]),
-        ylabel="completions, % per bin",
-        xlabel=f"mean token log-prob of a completion under {start}, nats (the first bin holds all below it)",
+        ylabel="completions per bin, %",
+        xlabel=f"mean token log-prob under {model}, nats (the first bin includes all lower values)",
     )
     save(figure, path, legend_of(axes))
 
-# ---------- perception ------------------------------------------------------------------------------------------------
+# ---------- perception --------------------------------------------------------------------------------------
 
-GAMMAS = (0.61, 0.69)  # Tversky and Kahneman (1992): gains, losses
-BINS = 20  # of equal probability under the policy
-OWN = "the policy's own samples"
+GAMMAS = (0.61, 0.69)  # for gains and for losses (Tversky and Kahneman 1992)
+BINS = 20  # bins of equal probability under the policy
+POLICY_SAMPLES = "the policy's own samples"
 
 def perception(flags: Perception) -> None:
-    """Outcomes of the policy and of the data, what humanline lets through, and how far each is from what people see."""
+    """Compare the outcomes of the data, before and after humanline, with the policy's outcomes as humans
+    perceive them."""
     run = run_folder(flags.model, "--model")
-    config = settings_of(flags.model, flags)
+    config = config_for(flags.model, flags)
     require(
         run or (flags.ref and flags.data),
-        f"--ref and --data: name the model that {flags.model} was trained from, and offline completions",
+        f"--ref and --data: pass both, since {flags.model} is not a run: the model that it was trained from, "
+        "and offline completions",
     )
-    ref_name = flags.ref or humanline.parse_config(flags_of_run(run)).model
-    ref_config = settings_of(ref_name, flags, "--ref", run)
+    ref_name = flags.ref or humanline.parse_config(run_flags(run)).model
+    ref_config = config_for(ref_name, flags, "--ref", run)
     data = flags.data or config.data[0]
     out = new_file(flags.out, (".png", ".svg"), "perception.png")
     rows = read_rows(data, config)
     require(
         all(row.completions for row in rows),
-        f"--data {data}: prompts without completions; there are no outcomes to look at",
+        f"--data {data}: some rows have no completions, and so no outcomes; pass offline data",
     )
     policy = load(flags.model, config, rewarded=False)
     ref = load(ref_name, ref_config, rewarded=False)
     require(
         policy.tokenizer.get_vocab() == ref.tokenizer.get_vocab(),
-        f"--ref {ref_name}: its vocabulary is not that "
-        f"of {flags.model}, so the two have no log-ratio; name a model with the same tokenizer",
+        f"--ref {ref_name}: its vocabulary differs from that of {flags.model}, so there is no log-ratio "
+        "between them; pass a model with the same tokenizer",
     )
     groups = encode(policy, rows, offline=True)
-    drawn = draw(policy, groups, rows, flags.samples, 0)
+    sampled_groups = draw(policy, groups, rows, flags.samples, 0)
 
-    def ratios(groups: list[Group]) -> PerToken:  # token log-ratios d, per prompt, per completion
-        both = zip(token_logps(policy, groups), token_logps(ref, groups))
-        return [[a - b for a, b in zip(ours, theirs)] for ours, theirs in both]
+    def log_ratios(groups: list[Group]) -> PerToken:
+        by_group = zip(token_logps(policy, groups), token_logps(ref, groups))
+        return [[a - b for a, b in zip(policy_logps, ref_logps)] for policy_logps, ref_logps in by_group]
 
-    own = ratios(drawn)
-    theirs = ratios(groups)
-    largest = max(abs(one).max() for side in (own, theirs) for group in side for one in group)
+    policy_d = log_ratios(sampled_groups)
+    data_d = log_ratios(groups)
+    largest = max(abs(d).max() for group in policy_d + data_d for d in group)
     require(
         largest >= 1e-5,
-        f"--ref {ref_name}: it is the same model as {flags.model}, so that every outcome is 0; "
-        "name another",
+        f"--ref {ref_name}: it is the same model as {flags.model}, so every log-ratio is 0; pass another one",
     )
 
-    outcomes = [np.array([one.sum() for one in group]) for group in own]
-    data_outcomes = [np.array([one.sum() for one in group]) for group in theirs]
-    weights = {"the data": [np.ones(len(group)) for group in theirs]} | let_through(theirs, config)
-    edges = np.unique(np.quantile(np.concatenate(outcomes), np.linspace(0, 1, BINS + 1)[1:-1]))
+    policy_outcomes = [np.array([d.sum() for d in group]) for group in policy_d]
+    data_outcomes = [np.array([d.sum() for d in group]) for group in data_d]
+    weights = {"the data": [np.ones(len(group)) for group in data_d]} | fractions_passed(data_d, config)
+    levels = np.linspace(0, 1, BINS + 1)[1:-1]
+    edges = np.unique(np.quantile(np.concatenate(policy_outcomes), levels))
 
-    def count(z: np.ndarray, weight: np.ndarray) -> np.ndarray:  # in each bin
-        return np.bincount(np.searchsorted(edges, z), weights=weight, minlength=len(edges) + 1)
+    def count(outcomes: np.ndarray, weight: np.ndarray) -> np.ndarray:  # sum of weights per bin
+        return np.bincount(np.searchsorted(edges, outcomes), weights=weight, minlength=len(edges) + 1)
 
-    expected = np.stack([count(z, np.ones(len(z))) for z in outcomes])  # (prompts, bins)
-    counts = {OWN: expected}
+    policy_counts = np.stack([count(z, np.ones(len(z))) for z in policy_outcomes])  # (prompts, bins)
+    counts_by_name = {POLICY_SAMPLES: policy_counts}
     for name, weight in weights.items():
-        counts[name] = np.stack([count(*pair) for pair in zip(data_outcomes, weight)])
+        counts_by_name[name] = np.stack([count(*pair) for pair in zip(data_outcomes, weight)])
     weights = {name: np.concatenate(weight) for name, weight in weights.items()}
-    results = [["", "tokens let through", *(f"KL, γ = {gamma}" for gamma in GAMMAS)]]
+    results = [["", "tokens passed", *(f"KL, γ = {gamma}" for gamma in GAMMAS)]]
     labels = {}
-    for name, of_bins in counts.items():
-        found = [divergence(expected, of_bins, gamma) for gamma in GAMMAS]
-        results.append([name, f"{weights[name].mean():.1%}" if name in weights else "", *map(show, found)])
-        labels[name] = f"{name}, KL {found[0][0]:.2f}"
+    for name, counts in counts_by_name.items():
+        divergences = [divergence(policy_counts, counts, gamma) for gamma in GAMMAS]
+        passed = f"{weights[name].mean():.1%}" if name in weights else ""
+        results.append([name, passed, *map(format_interval, divergences)])
+        labels[name] = f"{name}, KL {divergences[0][0]:.2f}"
     print(
-        f"outcomes z = log π/π_ref in nats, {flags.model} over {ref_name}, {len(groups):,} prompts: {flags.samples} "
-        f"samples by the policy for each, and {data}; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n\n"
-        f"KL is Proposition 3.4's, in nats: what people make of the data is off by at most sup|v| sqrt(2 KL)."
+        f"outcomes z = log π/π_ref in nats, {flags.model} over {ref_name}; {len(groups):,} prompts, "
+        f"{flags.samples} policy samples each, and {data}; [95 % bootstrap intervals over prompts]\n\n"
+        f"{table(results)}\n\n"
+        "KL, in nats, is the divergence of Proposition 3.4: the utility of the data differs from the "
+        "perceived utility of the policy by at most sup|v| sqrt(2 KL)."
     )
-    picture_perception(np.concatenate(outcomes), np.concatenate(data_outcomes), weights, labels, out)
+    picture_perception(
+        np.concatenate(policy_outcomes), np.concatenate(data_outcomes), weights, labels, out
+    )
 
-def let_through(d: PerToken, config: Config) -> dict[str, list[np.ndarray]]:
-    """How much of each completion humanline learns from: the share of its tokens that pass a gradient.
+def fractions_passed(d: PerToken, config: Config) -> dict[str, list[np.ndarray]]:
+    """The fraction of each completion's tokens whose gradient passes humanline clipping and humanline
+    sampling.
 
-    Clipping passes d in [log ε_P, log ε_R]; sampling rejects by Definition 4.2, with M_P and M_R from batches of
-    --batch-size prompts, as in training.
+    Clipping passes d in [log ε_P, log ε_R]. Sampling rejects tokens by Definition 4.2, with M_P and M_R
+    computed over batches of --batch-size prompts, as in training.
 
     Args:
-        d: per prompt, per completion, the token log-ratios in nats.
+        d: token log-ratios in nats, per prompt and completion.
     Returns:
-        for each of the two, per prompt, (completions,) shares.
+        For each of the two methods, a (completions,) array of fractions per prompt.
     """
     clipped = []
     for group in d:
-        passes = [(one >= config.log_eps_p) & (one <= config.log_eps_r) for one in group]
-        clipped.append(np.array([one.mean() for one in passes]))
+        passed = [(tokens >= config.log_eps_p) & (tokens <= config.log_eps_r) for tokens in group]
+        clipped.append(np.array([tokens.mean() for tokens in passed]))
     sampled = []
     generator = torch.Generator().manual_seed(config.seed)
     betas = config.gamma_p, config.gamma_r, config.beta_p, config.beta_r
     for start in range(0, len(d), config.batch_size):
         batch = d[start : start + config.batch_size]
-        tokens = [one for group in batch for one in group]
-        flat = torch.from_numpy(np.concatenate(tokens))[None]
+        completions = [tokens for group in batch for tokens in group]
+        flat = torch.from_numpy(np.concatenate(completions))[None]
         verdicts = humanline.humanline_verdicts(flat, torch.ones_like(flat), *betas, generator)[0].numpy()
-        kept = iter(np.split(verdicts == 0, np.cumsum([len(one) for one in tokens])[:-1]))
+        kept = iter(np.split(verdicts == 0, np.cumsum([len(tokens) for tokens in completions])[:-1]))
         sampled += [np.array([next(kept).mean() for _ in group]) for group in batch]
-    return {"after clipping": clipped, "after sampling": sampled}
+    return {"after humanline clipping": clipped, "after humanline sampling": sampled}
 
-def divergence(expected: np.ndarray, counts: np.ndarray, gamma: float) -> tuple[float, float, float]:
-    """perceived_divergence with its 95 % interval, from (P, B) counts per prompt; resamples prompts.
+def divergence(policy: np.ndarray, data: np.ndarray, gamma: float) -> tuple[float, float, float]:
+    """perceived_divergence with its 95 % interval over prompts, from (P, B) counts.
 
-    The interval is pivotal, 2 KL minus quantiles of the resampled KL: resampling adds to a KL what sampling had added.
+    The interval is pivotal, from 2 KL minus quantiles of the resampled KL, because resampling biases the KL
+    upward just as sampling did.
     """
-    found = float(perceived_divergence(expected.sum(0), counts.sum(0), gamma))
-    again = [
-        perceived_divergence(expected[index].sum(0), counts[index].sum(0), gamma)
-        for index in resamples(len(expected), 500)
+    estimate = float(perceived_divergence(policy.sum(0), data.sum(0), gamma))
+    resampled = [
+        perceived_divergence(policy[index].sum(0), data[index].sum(0), gamma)
+        for index in resamples(len(policy), 500)
     ]
-    low, high = np.quantile(again, [0.025, 0.975])
-    return found, max(0.0, 2 * found - high), max(0.0, 2 * found - low)
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return estimate, max(0.0, 2 * estimate - high), max(0.0, 2 * estimate - low)
 
 def picture_perception(
     policy: np.ndarray,
@@ -1140,43 +1199,47 @@ def picture_perception(
     labels: dict[str, str],
     path: Path,
 ) -> None:
-    """Figure 2: the data's cumulative probability against the policy's."""
+    """Draw Figure 2: cumulative probability under the data against cumulative probability under the
+    policy."""
     figure, (axes,) = new_figure(4.6, 1, 1)
     a = np.linspace(0, 1, 201)
     for gamma, dash in zip(GAMMAS, DASHES):
         label = f"as perceived, γ = {gamma}"
         axes.plot(a, capacity(a, gamma), color="#000000", linestyle=dash, linewidth=1.4, label=label)
-    axes.plot(a, a, color=GREY, linestyle=":", linewidth=2, label=labels[OWN])
+    axes.plot(a, a, color=GREY, linestyle=":", linewidth=2, label=labels[POLICY_SAMPLES])
     order = np.argsort(data)
     quantiles = np.quantile(policy, a)
     for (name, weight), colour, dash in zip(weights.items(), OKABE_ITO, DASHES):
         below = np.concatenate([[0], np.cumsum(weight[order])]) / max(weight.sum(), 1e-12)
         at_quantiles = below[np.searchsorted(data[order], quantiles, side="right")]
         axes.plot(a, at_quantiles, color=colour, linestyle=dash, linewidth=2, label=labels[name])
-    axes.set(xlabel="cumulative probability under the policy", ylabel="under the data, or as perceived")
+    axes.set(
+        xlabel="cumulative probability under the policy",
+        ylabel="cumulative probability, data or as perceived",
+    )
     axes.set(xlim=(0, 1), ylim=(0, 1.02))
     save(figure, path, legend_of(axes))
 
-# ---------- plot ------------------------------------------------------------------------------------------------------
+# ---------- plot --------------------------------------------------------------------------------------------
 
-Metrics = list[dict[int, dict]]  # of each run, by step
+RunMetrics = dict[int, dict]  # the metrics of one run, by step
 
 def plot(flags: Plot) -> None:
-    """Read, group by everything but the seed, draw."""
+    """Read the metrics of each run, group runs that differ only in the seed, and draw the curves."""
     out = new_file(flags.out, (".png", ".svg"), "curves.png")
-    require(flags.runs, "plot: name the folders of runs")
-    found = defaultdict(dict)  # by label and settings: the metrics of each run
+    require(flags.runs, "plot: pass one or more run folders")
+    by_settings = defaultdict(dict)  # by label and settings: the metrics of each run, by folder
     for spec in flags.runs:
         label, _, folder = spec.rpartition("=") if not Path(spec).exists() else ("", "", spec)
         require(
             Path(folder, "metrics.jsonl").exists(),
-            f"plot {folder}: no such run; the folder of a run holds metrics.jsonl",
+            f"plot {folder}: no such run; pass a folder that contains metrics.jsonl",
         )
         settings = tomllib.loads(Path(folder, "config.toml").read_text(encoding="utf-8"))
         settings.pop("seed", None)
-        found[label, repr(settings)][folder] = read_metrics(Path(folder))
+        by_settings[label, repr(settings)][folder] = read_metrics(Path(folder))
     groups = {}
-    for (label, _), runs in found.items():
+    for (label, _), runs in by_settings.items():
         names = [Path(folder).name for folder in runs]
         label = label or os.path.commonprefix(names).rstrip("-_.") or names[0]
         if len(names) > 1:
@@ -1184,20 +1247,21 @@ def plot(flags: Plot) -> None:
         if label in groups:
             label += f", {next(iter(runs))}"
         groups[label] = list(runs.values())
-    measured = {key for runs in groups.values() for run in runs for line in run.values() for key in line}
+    logged = {key for runs in groups.values() for run in runs for line in run.values() for key in line}
     for flag, names in (("--metrics", flags.metrics or ()), ("--against", {flags.against} - {"steps"})):
         for name in names:
             require(
-                name in measured,
-                f"{flag} {name}: no run has measured that; {humanline.suggest(name, measured)}",
+                name in logged,
+                f"{flag} {name}: no run has logged this metric; {humanline.suggest(name, logged)}",
             )
-    panels = flags.metrics or [name for name in PANELS if name in measured]
+    panels = flags.metrics or [name for name in PANELS if name in logged]
     picture_curves(groups, panels, flags.against, out)
 
-def read_metrics(path: Path) -> dict[int, dict]:
-    """A run's metrics by step, and sums so far: seconds, those spent on sampling, and tokens/s (`speed`)."""
+def read_metrics(path: Path) -> RunMetrics:
+    """Read a run's metrics, by step, and add running totals: `seconds`, `sampling` seconds, and tokens/s
+    (`speed`)."""
     lines = {line["step"]: line for line in humanline.read_lines(path / "metrics.jsonl")}
-    require(lines, f"plot {path}: its metrics.jsonl has no step yet")
+    require(lines, f"plot {path}: metrics.jsonl is empty; wait for the first step")
     seconds = sampling = tokens = 0.0
     for line in lines.values():
         seconds += line.get("step_seconds", 0)
@@ -1207,9 +1271,11 @@ def read_metrics(path: Path) -> dict[int, dict]:
     before = lines[min(lines)].get("accuracy_before")
     return lines if before is None else {0: dict(seconds=0.0, accuracy=before), **lines}
 
-def picture_curves(groups: dict[str, Metrics], panels: Iterable[str], against: str, path: Path) -> None:
-    """A panel for each quantity, a line for each group of runs: their mean, and a band over their whole range. Against
-    another quantity the line goes from step to step, to a dot at the last."""
+def picture_curves(
+    groups: dict[str, list[RunMetrics]], panels: Iterable[str], against: str, path: Path
+) -> None:
+    """Draw one panel per metric, and in it one line per group of runs: their mean, with a band over their
+    range. Against another metric, the line connects consecutive steps and ends in a dot."""
     columns = min(2, len(panels))
     height = math.ceil(len(panels) / columns)
     figure, axes = new_figure(0.3 + 2.3 * height + 0.13 * len(groups), height, columns)
@@ -1218,20 +1284,20 @@ def picture_curves(groups: dict[str, Metrics], panels: Iterable[str], against: s
     titles |= dict(steps="optimizer steps", seconds="wall-clock time, seconds")
     legend = {}
 
-    def values(name: str, runs: Metrics, steps: list[int]) -> np.ndarray:  # (runs, steps)
+    def values(name: str, runs: list[RunMetrics], steps: list[int]) -> np.ndarray:  # (runs, steps)
         if name == "steps":
             return np.array([steps], dtype=float)
-        found = np.array([[run[step][name] for step in steps] for run in runs], dtype=float)
-        if name in EXACT or not steps:
-            return found
-        width = max(1, round(len(steps) / 25))  # the median of so many steps, as these are noisy
-        padded = np.pad(found, ((0, 0), (width // 2, width - 1 - width // 2)), mode="edge")
+        raw = np.array([[run[step][name] for step in steps] for run in runs], dtype=float)
+        if name in NOT_SMOOTHED or not steps:
+            return raw
+        width = max(1, round(len(steps) / 25))  # noisy metrics are smoothed by a running median of this width
+        padded = np.pad(raw, ((0, 0), (width // 2, width - 1 - width // 2)), mode="edge")
         return np.median(np.lib.stride_tricks.sliding_window_view(padded, width, axis=1), axis=2)
 
-    def line(axis: Any, name: str, i: int, runs: Metrics) -> Any:
-        wanted = {name, against} - {"steps"}
-        found = [{step for step in run if wanted <= run[step].keys()} for run in runs]
-        steps = sorted(set.intersection(*found))
+    def draw_line(axis: Any, name: str, i: int, runs: list[RunMetrics]) -> Any:
+        needed = {name, against} - {"steps"}
+        logged_steps = [{step for step in run if needed <= run[step].keys()} for run in runs]
+        steps = sorted(set.intersection(*logged_steps))
         x = values(against, runs, steps).mean(0)
         y = values(name, runs, steps)
         style = dict(color=OKABE_ITO[i % 7], linestyle=DASHES[i // 7 % 4], linewidth=1.8, markersize=4)
@@ -1245,18 +1311,18 @@ def picture_curves(groups: dict[str, Metrics], panels: Iterable[str], against: s
 
     for name, axis in zip(panels, axes):
         for i, (label, runs) in enumerate(groups.items()):
-            legend[label] = line(axis, name, i, runs)
+            legend[label] = draw_line(axis, name, i, runs)
         axis.set_title(titles[name], loc="left")
         axis.set_xlabel(titles[against])
-        if name == "kl":  # 0 at a sync, and now and then very large
+        if name == "kl":  # it is 0 after a sync and occasionally very large
             axis.set_yscale("symlog", linthresh=0.01)
-    for spare in axes[len(panels) :]:
-        spare.set_axis_off()
+    for unused in axes[len(panels) :]:
+        unused.set_axis_off()
     save(figure, path, legend)
     if by_time and any(len(runs) > 1 for runs in groups.values()):
-        print("bands: the range over seeds")
+        print("bands show the range over seeds")
 
-# ---------- The command line ------------------------------------------------------------------------------------------
+# ---------- The command line --------------------------------------------------------------------------------
 
 Command = (
     Accuracy
@@ -1278,6 +1344,7 @@ COMMANDS = {
 }
 
 def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
     import transformers
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -1294,9 +1361,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("eval.py: stopped", file=sys.stderr)
-        return 130  # as the shell says of a process that Ctrl-C ended
+        return 130  # the shell's exit status for SIGINT
     return 0
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python has it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Python's default again
     sys.exit(main())

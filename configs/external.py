@@ -1,15 +1,19 @@
-"""Samplers in a process of their own: an engine on other GPUs, or servers on other machines. Copy it for another.
+"""External samplers: an inference engine on other GPUs, or servers on other machines.
 
-  python humanline.py ... --sample-every 64 --sampler configs/external.py:vllm       # sampler_vllm.py
-  python humanline.py ... --sample-every 64 --sampler configs/external.py:servers    # sampler_server.py
+  python humanline.py ... --sample-every 64 --sampler configs/external.py:vllm       # see sampler_vllm.py
+  python humanline.py ... --sample-every 64 --sampler configs/external.py:servers    # see sampler_server.py
 
-`--sampler FILE.py:NAME` calls NAME(run) once, on every rank, with the trainer's Run; what it returns is called for each
-drawing as draw(prompts, count, step, greedy) and gives `count` completions for each prompt, the first prompt's first:
-token ids up to and with the stop token, and the log-prob of each. Here the first rank asks a process for them, which
-gets the weights through a folder. Two settings come from the environment:
+`--sampler FILE.py:NAME` calls NAME(run) once on every rank, with the trainer's Run. It returns a function
+that is called as draw(prompts, count, step, greedy) whenever rollouts are needed, and returns `count`
+completions per prompt, in the order of the prompts. A completion is a list of token ids, up to and including
+the stop token, and a list of their log-probs. Here, the first rank requests completions from a separate
+process, which reads the weights from a folder. Copy this file to add another sampler. Two environment
+variables configure it:
 
-  HUMANLINE_SAMPLER_COMMAND    what starts its Python: env CUDA_VISIBLE_DEVICES=6,7 vllm/bin/python. Default: this one
-  HUMANLINE_SAMPLER_WEIGHTS    where the folder of weights lies, which servers must see. Default: in --out
+  HUMANLINE_SAMPLER_COMMAND    the command that starts the process's Python, for example
+                               env CUDA_VISIBLE_DEVICES=6,7 vllm/bin/python. Default: this Python
+  HUMANLINE_SAMPLER_WEIGHTS    the folder to write weights into; servers must be able to read it.
+                               Default: inside --out
 """
 
 import contextlib
@@ -33,7 +37,7 @@ sys.path.append(str(HERE))
 
 from function_process import FunctionProcess
 
-SECONDS = 3600  # how long a drawing may take
+SECONDS = 3600  # time limit for one request
 
 
 def vllm(run: "humanline.Run") -> "External":
@@ -45,7 +49,8 @@ def servers(run: "humanline.Run") -> "External":
 
 
 class External:
-    """Draws by `function`, FILE.py:NAME, in a process that the first rank starts; all ranks get what it draws."""
+    """Samples with `function`, FILE.py:NAME, in a process started by the first rank, and broadcasts the
+    completions to all ranks."""
 
     def __init__(self, run: "humanline.Run", function: str):
         self.policy, self.tokenizer, self.config = run.policy, run.sampler.tokenizer, run.config
@@ -53,35 +58,36 @@ class External:
         self.checked = run.sampler.checked
         self.name = f"--sampler {run.config.sampler}"
         self.log = run.out / "sampler.log"
-        key = hashlib.sha256(str(run.out.resolve()).encode()).hexdigest()[:12]  # others may have the same folder
+        key = hashlib.sha256(str(run.out.resolve()).encode()).hexdigest()[:12]  # several runs may share it
         self.folder = Path(os.environ.get("HUMANLINE_SAMPLER_WEIGHTS", run.out)).resolve() / f"weights-{key}"
-        self.weights = None  # the policy's, for the process; None: they have changed
+        self.weights = None  # the folder of the current weights; None if they have changed since
         run.optimizer.register_step_post_hook(self.forget_weights)
         from_first_rank(lambda: self.start(function, run.stack))
 
     def start(self, function: str, stack: contextlib.ExitStack) -> None:
-        """Start the process, until `stack` closes."""
+        """Start the process, and end it when `stack` closes."""
         path, _, name = function.rpartition(":")
-        ours = "(.*_)?(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC)_.*"  # what torchrun says of our ranks
-        environment = {key: value for key, value in os.environ.items() if not re.fullmatch(ours, key)}
-        self.remove_weights()  # of a run that was killed
+        # torchrun's variables describe our ranks, not the new process.
+        torchrun = "(.*_)?(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC)_.*"
+        environment = {key: value for key, value in os.environ.items() if not re.fullmatch(torchrun, key)}
+        self.remove_weights()  # left over from a run that was killed
         stack.callback(self.remove_weights)
         command = shlex.split(os.environ.get("HUMANLINE_SAMPLER_COMMAND", ""))
-        advice = "HUMANLINE_SAMPLER_COMMAND starts a Python that has it"
+        advice = "set HUMANLINE_SAMPLER_COMMAND to a Python that has it installed"
         with explained(self.name, f"see {self.log}", ModuleNotFoundError=advice):
             self.process = FunctionProcess(path, name, SECONDS, command, environment, self.log)
-        stack.callback(lambda: self.process.end())  # the present one: it may have been started anew
+        stack.callback(lambda: self.process.end())  # looked up late: the process may have been restarted
 
     def forget_weights(self, *_) -> None:
         self.weights = None
 
     def remove_weights(self) -> None:
-        if humanline.RANK == 0:  # another rank might be late
+        if humanline.RANK == 0:  # a slower rank would delete the new weights
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def write_weights(self, dtype: torch.dtype) -> None:
-        """The policy as it is, as an ordinary Hugging Face folder or a peft one, under a new name, without those before
-        it, which nothing reads any more."""
+        """Write the current policy to a new Hugging Face or peft folder, and delete the earlier ones, which
+        are no longer read."""
         weights = humanline.final_weights(self.policy, self.config)
         for name, value in weights.items():
             if value.is_floating_point():
@@ -90,15 +96,18 @@ class External:
         self.weights = self.folder / f"{time.time_ns()}"
 
         def write() -> None:
-            with explained(f"{self.weights}: cannot write the weights for --sampler", "make room there"):
+            with explained(f"{self.weights}: cannot write the weights for --sampler", "free some disk space"):
                 self.policy.save_pretrained(self.weights, state_dict=weights)
                 self.tokenizer.save_pretrained(self.weights)
 
         from_first_rank(write)
 
-    def __call__(self, prompts: list, count: int, step: int, greedy: bool) -> list[tuple[list[int], list[float]]]:
-        """Where the process dies, hangs or answers something else, it is started anew and asked again; raises UserError
-        if that fails, too. The request holds all that the completions depend on."""
+    def __call__(
+        self, prompts: list, count: int, step: int, greedy: bool
+    ) -> list[tuple[list[int], list[float]]]:
+        """Sample completions. If the process dies, hangs or returns something invalid, it is restarted and
+        asked once more; raises UserError if that fails, too. The request contains everything that the
+        completions depend on, so they can be reproduced."""
         is_fp32 = self.policy.dtype == torch.float32 and not self.config.is_mixed
         dtype = "float32" if is_fp32 else "bfloat16"
         settings = {
@@ -117,16 +126,16 @@ class External:
             answer = self.process(ids, settings, count, seed, str(self.weights))
             lengths = [len(group) for group in answer] if isinstance(answer, list) else []
             if lengths != [count] * len(prompts):
-                due = f"{count} completions for each of {len(prompts)} prompts"
-                raise RuntimeError(f"it returned {answer!r:.80}, not {due}")
+                expected = f"{count} completions for each of {len(prompts)} prompts"
+                raise RuntimeError(f"it returned {answer!r:.80}, not {expected}")
             return self.checked(list(itertools.chain(*answer)), sum(lengths))
 
         def attempt_twice() -> list:
             try:
                 return attempt()
             except (RuntimeError, OSError, TypeError, ValueError) as error:
-                warn(f"{self.name}: {error}; starting it anew")
-            with explained(f"{self.name}, started anew", f"see {self.log}; then --resume latest"):
+                warn(f"{self.name}: {error}; restarting it")
+            with explained(f"{self.name}, after a restart", f"see {self.log}, then use --resume latest"):
                 self.process.end()
                 return attempt()
 

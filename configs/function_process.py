@@ -1,7 +1,7 @@
-"""A function in a process of another Python, such as an engine's; configs/external.py draws with it.
+"""Call a function in a separate process, possibly of another Python.
 
-The trainer makes a FunctionProcess; that starts this same file as a program, which loads the function and answers.
-The process needs nothing but Python's own library.
+configs/external.py runs inference engines this way. The trainer creates a FunctionProcess, which starts this
+same file as a program. The program loads the function and answers calls. It needs only the standard library.
 """
 
 import contextlib
@@ -22,18 +22,23 @@ from typing import Any
 
 
 class FunctionProcess:
-    """A function of the user's file in a process of its own, where it may hang, crash or exhaust its memory:
-    only the call fails, with RuntimeError, or with TimeoutError beyond its limit, in seconds, which ends the
-    process and what it has started; the next call starts another. Arguments and results travel as JSON, a
-    line each.
+    """A function from the user's file, running in a separate process.
 
-    seconds: the limit. command: what starts its Python. environment: its variables, else ours. log: a file
-    for what it prints.
+    If the function hangs, crashes or runs out of memory, only the call fails: with TimeoutError after the
+    time limit, otherwise with RuntimeError. A timeout kills the process and everything it has started; the
+    next call starts a new one. Arguments and results are sent as JSON, one line each.
+
+    Args:
+        path, name: the file and the function in it.
+        seconds: time limit per call.
+        command: the command that starts Python; this Python by default.
+        environment: environment variables of the process; ours by default.
+        log: file for what the function prints.
     """
 
     def __init__(self, path: str, name: str, seconds: float, command: Iterable[str] = (),
                  environment: dict | None = None, log: Path | None = None):
-        # -P: no modules from the folder of this file.
+        # -P keeps the folder of this file out of sys.path.
         self.line = [*(command or [sys.executable]), "-P", __file__, path, name, str(seconds)]
         self.seconds, self.environment, self.log = seconds, environment, log
         self.start()
@@ -46,14 +51,15 @@ class FunctionProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=self.environment,
-                start_new_session=True,  # it can be ended as a whole, and Ctrl-C is not for it
+                # A new session, so that it can be killed with its children, and Ctrl-C does not reach it.
+                start_new_session=True,
             )
-        self.end = weakref.finalize(self, self.kill, self.process)  # with this object, or at exit
-        self.answer(seconds=300)  # when it has loaded the file
+        self.end = weakref.finalize(self, self.kill, self.process)  # when this object is deleted, or at exit
+        self.answer(seconds=300)  # wait until it has loaded the file
 
     @staticmethod
     def kill(process: subprocess.Popen) -> int:
-        with contextlib.suppress(OSError):  # it may have ended by itself, and not read everything
+        with contextlib.suppress(OSError):  # it may have ended already, with unread input
             os.killpg(process.pid, signal.SIGKILL)
             process.stdin.close()
         return process.wait()
@@ -61,20 +67,20 @@ class FunctionProcess:
     def __call__(self, *arguments: Any) -> Any:
         if not self.end.alive:
             self.start()
-        with contextlib.suppress(OSError):  # it is dead, as `answer` will find
+        with contextlib.suppress(OSError):  # it has died; `answer` will report that
             self.process.stdin.write(json.dumps(arguments, default=str).encode() + b"\n")
             self.process.stdin.flush()
         return self.answer(self.seconds)
 
     def answer(self, seconds: float) -> Any:
-        """The answer to the last call, at most so many seconds from now."""
+        """Wait up to `seconds` for the answer to the last call."""
         if not multiprocessing.connection.wait([self.process.stdout], seconds):
             self.end()
             raise TimeoutError(f"took longer than {seconds:.4g} s")
         line = self.process.stdout.readline()
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)  # it has closed its output, and may be about to end
+                self.process.wait(1)  # it has closed its output and is probably exiting
             raise RuntimeError(f"its process ended with status {self.end()}")
         value, error = json.loads(line)
         if error:
@@ -83,24 +89,24 @@ class FunctionProcess:
 
 
 def serve_function(path: str, name: str, seconds: float) -> None:
-    """In a FunctionProcess: load the file, say so, and answer calls until the trainer ends, even amid a
-    call."""
+    """The process's side: load the file, report that, and answer calls. Exits when the trainer exits, even in
+    the middle of a call."""
     requests = os.fdopen(os.dup(0))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a program that the function starts must not read requests
-    os.dup2(2, 1)  # what the function prints is no answer
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # programs started by the function must not read requests
+    os.dup2(2, 1)  # what the function prints must not be taken for an answer
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # where no memory is left, Linux ends this process, and not the trainer
+        score.write("1000")  # if memory runs out, Linux kills this process, not the trainer
     calls = queue.SimpleQueue()
 
     def listen():
         for line in requests:
             calls.put(json.loads(line))
-        os.killpg(0, signal.SIGKILL)  # with what it has started, such as an engine's workers
+        os.killpg(0, signal.SIGKILL)  # including its children, such as an engine's workers
 
     def load():
-        sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # the file may import from its folder
-        # By its path, as it may have the name of a module of Python's.
+        sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # the file may import modules next to it
+        # Import by path, because the file may have the name of a standard module.
         spec = importlib.util.spec_from_file_location("users_file", path)
         module = importlib.util.module_from_spec(spec)
         sys.modules["users_file"] = module
@@ -115,7 +121,7 @@ def serve_function(path: str, name: str, seconds: float) -> None:
                 function = load()
             else:
                 arguments = calls.get()
-                # Where a loop in C keeps `listen` from running, too.
+                # This works even if a loop in C keeps `listen` from running.
                 faulthandler.dump_traceback_later(seconds + 5, exit=True)
                 value = function(*arguments)
             answer = json.dumps([value, ""], default=lambda value: value.tolist())  # tensors and arrays

@@ -1,7 +1,7 @@
-"""--reward math: 1 for a completion whose final answer equals the row's, else 0.
+"""The reward of --reward math: 1 if a completion's final answer equals the row's answer, else 0.
 
-The row has an `answer` (of GSM8K's, what follows ####), or a `solution` with a \\boxed{}. Strings and plain numbers are
-compared at once; for anything else math-verify is asked, in this process, with a limit for its memory.
+A row has an `answer` (in GSM8K, the part after ####) or a `solution` with a \\boxed{}. Strings and plain
+numbers are compared directly. Everything else is passed to math-verify, in this process, with a memory limit.
 """
 
 import functools
@@ -10,35 +10,37 @@ import re
 import sys
 from fractions import Fraction
 
-SECONDS = 3  # for each of math-verify's steps: reading the two answers, and comparing them
+SECONDS = 3  # time limit for each call to math-verify: parsing an answer, and comparing two
 
 
 def math(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    """1 or 0 for each completion. An `answer` that is a list of texts means any of them."""
+    """1 or 0 for each completion. If `answer` is a list of strings, any of them is correct."""
 
     def is_right(text: str, row: dict) -> bool:
         answers = row["answer"] if isinstance(row.get("answer"), list) else [row.get("answer")]
         references = [reference_answer(row | {"answer": answer}) for answer in answers]
-        if not any(references) and boxed(str(row.get("solution"))) is None:  # MATH has an empty box, twice
-            raise ValueError("the row has no answer, and no solution with a \\boxed{}")
+        if not any(references) and boxed(str(row.get("solution"))) is None:  # MATH has two empty boxes
+            raise ValueError("the row has neither an answer nor a solution with a \\boxed{}")
         return any(same_answer(reference or "", final_answer(text)) for reference in references)
 
     return [float(is_right(text, row)) for text, row in zip(completions, rows)]
 
 
 def boxed(text: str) -> str | None:
-    """What is in the last \\boxed{}; None if there is none or its braces don't match."""
-    _, box, rest = re.sub(r"\\boxed\s+(\w)", r"\\boxed{\1}", text).rpartition("\\boxed{")  # MATH has "\boxed 2"
+    """The contents of the last \\boxed{}, or None if there is none or its braces are unbalanced."""
+    text = re.sub(r"\\boxed\s+(\w)", r"\\boxed{\1}", text)  # MATH has "\boxed 2"
+    _, box, rest = text.rpartition("\\boxed{")
     depth = 0
-    for end, sign in enumerate(rest if box else ""):
-        depth += (sign == "{") - (sign == "}")
+    for end, character in enumerate(rest if box else ""):
+        depth += (character == "{") - (character == "}")
         if depth < 0:
             return rest[:end]
     return None
 
 
 def reference_answer(row: dict) -> str | None:
-    """A row's `answer` (of GSM8K's, what follows ####), or what is in the last \\boxed{} of its `solution`; or None."""
+    """The row's `answer` (in GSM8K, the part after ####), or the last \\boxed{} of its `solution`, or
+    None."""
     text = boxed(str(row.get("solution"))) if row.get("answer") is None else str(row["answer"])
     if not text:
         return None
@@ -46,8 +48,8 @@ def reference_answer(row: dict) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """A completion's answer: its last \\boxed{}, as $...$, or what follows its last #### or "answer is", or its last
-    line; the latter in its last <answer>…</answer>, if it has one."""
+    """The final answer in a completion: its last \\boxed{}, as $...$; otherwise the text after the last ####
+    or "answer is", or the last line, within the last <answer>…</answer> if there is one."""
     inside = boxed(text)
     if inside is not None:
         return f"${' '.join(inside.split())}$"
@@ -56,15 +58,16 @@ def final_answer(text: str) -> str:
     for mark in ("####", r"(?i)answer(?:\s+is\b|\s*:)\s*:?"):
         parts = re.split(mark, text)
         if len(parts) > 1:
-            tail = re.sub(r"(?i)^(final\s+)?answer[\s*:]+", "", parts[-1].strip(" \n\t*:"))  # "#### Final Answer:"
-            tail = re.sub(r"^(\\\[|\$\$)\s*", "", tail)  # a formula on lines of its own
+            tail = parts[-1].strip(" \n\t*:")
+            tail = re.sub(r"(?i)^(final\s+)?answer[\s*:]+", "", tail)  # "#### Final Answer:"
+            tail = re.sub(r"^(\\\[|\$\$)\s*", "", tail)  # a displayed formula
             return " ".join(re.split(r"\.\s|\n", tail)[0].split())
     return " ".join(text.strip().rpartition("\n")[2].split())
 
 
 def same_answer(reference: str, answer: str) -> bool:
-    """Whether two answers are equal; `compare` is asked where strings and plain numbers do not tell."""
-    if not reference or not answer or len(answer) > 1000 + len(reference):  # no answer is that long
+    """Whether two answers are equal. `compare` decides when strings and plain numbers are not enough."""
+    if not reference or not answer or len(answer) > 1000 + len(reference):  # too long to be an answer
         return False
     if re.search(HEDGE, answer) and not re.search(HEDGE, reference):
         return False
@@ -75,13 +78,13 @@ def same_answer(reference: str, answer: str) -> bool:
     return expected == given or compare(reference, answer.strip(" *").removesuffix(".").strip(" *"))
 
 
-# "4 or 5" and "not 5" are no 5, though a number can be read off them.
+# "4 or 5" and "not 5" do not answer 5, although the number could be parsed from them.
 HEDGE = r"\d\W*\s(?:\\text\{\s*)?or\b\W*\d|\bnot\s\W*\d"
 
 
 def written(text: str) -> str:
-    """An answer with its numbers and lists as they are usually written: 10\\,000 is 10000, but 1\\,1 is two numbers;
-    "1, 2, and 3" is 1,2,3; "1 1/2" is 1\\frac{1}{2}."""
+    """Normalize how numbers and lists are written: 10\\,000 becomes 10000, but 1\\,1 stays two numbers;
+    "1, 2, and 3" becomes 1,2,3; "1 1/2" becomes 1\\frac{1}{2}."""
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d)", " ", text)
     if re.fullmatch(r"\S+(,\s*\S+)*,?\s+and\s+\S+", text):
@@ -90,22 +93,22 @@ def written(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """An answer without what does not matter: signs of other shapes, text around it, spacing, commas in numbers."""
+    """Remove variations that do not matter: minus signs, \\text around it, spacing, commas in numbers."""
     text = text.replace("−", "-").replace("{,}", ",").strip(" *$").removesuffix(".").strip(" *$")
     text = re.sub(r"\\(?:text|mbox|mathrm)\{([^{}]*)\}", r"\1", re.sub(r"\\[dt]frac", r"\\frac", text))
-    # Spacing goes, but not between digits: "1 1/2" is not 11/2.
+    # Spaces are removed, but not between digits: "1 1/2" is not 11/2.
     text = re.sub(r"\\(?:left|right|q?quad)(?![a-zA-Z])|\\[!,;: $]|(?<!\d)\s+|\s+(?!\d)", "", text)
     return text.replace(",", "") if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
 
 
 @functools.cache
 def prepare():
-    """math-verify's two functions, in a process where nothing that a model writes can be run as code."""
+    """Import math-verify's two functions, after making sure that model output cannot be executed as code."""
     import sympy
-    import sympy.physics.units  # now, as simplify would import it under the rules below
+    import sympy.physics.units  # imported now, since simplify would import it under the rules below
 
-    # sympy makes numbers and formulas of text by eval. Here it makes numbers only, and math-verify's LaTeX parser makes
-    # formulas; and whatever else would run as code must from now on come from a file.
+    # sympy parses numbers and formulas with eval. Here it only parses numbers, formulas are parsed by
+    # math-verify's LaTeX parser, and from now on only code that comes from a file may run.
     def number(text, *_, **__):
         return sympy.Float(text) if "." in text else sympy.Integer(text)
 
@@ -116,30 +119,30 @@ def prepare():
 
     def code_from_files_only(event, args):
         if event == "exec" and not os.path.isfile(args[0].co_filename):
-            raise RuntimeError("code that is in no file")
+            raise RuntimeError("refused to execute code that is not in a file")
 
     sys.addaudithook(code_from_files_only)
     return parse, verify
 
 
-@functools.lru_cache(4096)  # the same errors come often
+@functools.lru_cache(4096)  # models often make the same errors
 def compare(reference: str, answer: str) -> bool:
-    """Whether math-verify takes two answers for the same."""
+    """Whether math-verify considers two answers equal."""
     parse, verify = prepare()
 
-    def parsed(text):  # math-verify looks for formulas between dollars, and for numbers in sentences
-        text = text.replace("\\$", "")  # of an amount of money
+    def parsed(text):  # math-verify finds formulas between dollar signs, and numbers in sentences
+        text = text.replace("\\$", "")  # a currency sign
         sentence = re.search(r"(?<!\\)\$|\\[(\[]|[A-Za-z]{3}", re.sub(r"\\[a-zA-Z]+(\{[^{}]*\})?", " ", text))
         return parse(text if sentence else f"${text}$", parsing_timeout=SECONDS, raise_on_error=True)
 
     try:
         return verify(parsed(reference), parsed(answer), timeout_seconds=SECONDS, raise_on_error=True)
-    except Exception:  # no mathematics, or not comparable; its time-out is no Exception
+    except Exception:  # not mathematics, or not comparable; a timeout is not an Exception
         return False
 
 
 def limit_memory() -> None:
-    """4 GiB for this process: a power of powers would take all that there is."""
+    """Limit this process to 4 GiB, since a tower of powers could otherwise use up all memory."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))

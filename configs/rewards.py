@@ -1,8 +1,8 @@
-"""Reward functions to use and to copy, each with --reward configs/rewards.py:NAME. A sum of several is a function,
-too: see math_recipe.
+"""Reward functions to use or copy, each with --reward configs/rewards.py:NAME.
 
-A reward is a function(prompts, completions, rows) that gives one number for each completion. Prompts are lists of
-messages, completions are texts, and rows are dicts: the rows of the data with all that they hold.
+A reward is a function(prompts, completions, rows) that returns one number per completion. Prompts are lists
+of messages, completions are strings, and rows are the rows of the data as dicts, with all their columns. To
+combine several rewards, write a function that sums them, as math_recipe does.
 """
 
 import functools
@@ -11,8 +11,9 @@ import re
 
 
 def think_format(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    r"""1 for <think>…</think> and then <answer>…</answer>, each tag on a line of its own, from the first line on; else
-    0. As open-r1's `format`, which lets more lines follow and more tags stand inside.
+    r"""1 if the completion is <think>…</think> followed by <answer>…</answer>, with each tag on its own line,
+    starting from the first line; else 0. Like open-r1's `format`, it allows further lines afterwards and
+    further tags inside.
 
     >>> think_format([], ["<think>\n1+1\n</think>\n<answer>\n2\n</answer>", "<answer>\n2\n</answer>"], [])
     [1.0, 0.0]
@@ -26,7 +27,8 @@ def think_format(prompts: list, completions: list[str], rows: list[dict]) -> lis
 
 
 def tag_count(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    r"""A quarter for each of the four tags that is there exactly once, with its line breaks. As open-r1's `tag_count`.
+    r"""1/4 for each of the four tags that occurs exactly once, with its line breaks, like open-r1's
+    `tag_count`.
 
     >>> tag_count([], ["<think>\n1+1\n</think>\n<answer>\n2\n</answer>", "<think>\n1+1\n</think>\n2"], [])
     [1.0, 0.5]
@@ -36,7 +38,8 @@ def tag_count(prompts: list, completions: list[str], rows: list[dict]) -> list[f
 
 
 def math_recipe(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    """The authors' for math: 8 for the right answer, and up to 1 each for think_format and tag_count."""
+    """The authors' reward for math: 8 for the correct answer, plus up to 1 each for think_format and
+    tag_count."""
     from math_reward import math
 
     weights = {math: 8, think_format: 1, tag_count: 1}
@@ -48,14 +51,14 @@ def math_recipe(prompts: list, completions: list[str], rows: list[dict]) -> list
 
 
 def sentiment(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    """How glad a text sounds, from -1 to 1: the "compound" of VADER, which knows the mood of 7,500 words."""
+    """Sentiment from -1 to 1: the `compound` score of VADER, a lexicon of 7,500 rated words."""
     analyzer = sentiment_analyzer()
     return [analyzer.polarity_scores(text)["compound"] for text in completions]
 
 
 @functools.cache
 def sentiment_analyzer():
-    """VADER, loaded once."""
+    """Load VADER once."""
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ModuleNotFoundError:
@@ -64,7 +67,7 @@ def sentiment_analyzer():
 
 
 def ends_with_question(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    r"""1 if the last character is a question mark, white space aside.
+    r"""1 if the text ends with a question mark, ignoring trailing white space; else 0.
 
     >>> ends_with_question([], ["Why?\n", "Why? Because."], [])
     [1.0, 0.0]
@@ -73,8 +76,8 @@ def ends_with_question(prompts: list, completions: list[str], rows: list[dict]) 
 
 
 def json_keys(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    """1 if all of it is one JSON object, perhaps between lines of ```, that has the row's `keys`, by default "name" and
-    "color". It may have others.
+    """1 if the completion is a single JSON object, optionally in a ``` code block, that has the row's `keys`,
+    by default "name" and "color"; else 0. Further keys are allowed.
 
     >>> json_keys([], ['{"name": "sky", "color": "blue"}', '{"name": "sky"}'], [{}, {}])
     [1.0, 0.0]
@@ -83,15 +86,16 @@ def json_keys(prompts: list, completions: list[str], rows: list[dict]) -> list[f
         fenced = re.fullmatch(r"```\w*\n(.*)```", text.strip(), re.DOTALL)
         try:
             value = json.loads(fenced[1] if fenced else text)
-        except (ValueError, RecursionError):  # no JSON, or brackets without end
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply
             return False
         return isinstance(value, dict) and set(keys) <= set(value)
 
-    return [float(has_keys(text, row.get("keys") or ["name", "color"])) for text, row in zip(completions, rows)]
+    default = ["name", "color"]
+    return [float(has_keys(text, row.get("keys") or default)) for text, row in zip(completions, rows)]
 
 
 def checked(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    """What the row's `check` asks for: "question" is ends_with_question, "json" is json_keys.
+    """Apply the row's `check`: "question" for ends_with_question, "json" for json_keys.
 
     >>> checked([], ["Why?", "Why?"], [{"check": "question"}, {"check": "json"}])
     [1.0, 0.0]
@@ -101,7 +105,8 @@ def checked(prompts: list, completions: list[str], rows: list[dict]) -> list[flo
 
 
 def length_near(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
-    """1 at the row's `length` in words, by default 20; a word more or less costs one part of that, and 0 is the least.
+    """1 if the completion has the row's `length` in words, by default 20. Each word more or less costs 1 /
+    length, down to 0.
 
     >>> length_near([], ["one two three", "one two three four five", ""], [{"length": 4}] * 3)
     [0.75, 0.75, 0.0]

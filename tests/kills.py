@@ -1,12 +1,12 @@
-"""Kill an online run at random moments, resume it, and compare it with one that nobody disturbed.
+"""Kill an online run at random times, resume it, and compare it with an uninterrupted run.
 
-  python tests/kills.py 20                   # the demo
-  python tests/kills.py 5 --real FOLDER      # a real model (smollm2.py makes one)
-  python tests/kills.py 20 --more="--lora 4 --sync-k 3"   # with these flags, too
+  python tests/kills.py 20                                # the demo
+  python tests/kills.py 5 --real FOLDER                   # a real model (smollm2.py creates one)
+  python tests/kills.py 20 --more="--lora 4 --sync-k 3"   # with additional flags
 
-Each kill is a SIGKILL, after a random part of the time that the whole run takes: while loading, drawing, rewarding,
-training, saving or ending. Compared are the final weights and, bit for bit, rollouts.jsonl, eval_rollouts.jsonl and
-metrics.jsonl (but for times). The exit status is 1 if anything differs.
+Each kill is a SIGKILL at a random time within the duration of the whole run: while loading, sampling,
+rewarding, training, saving or exiting. The final weights, rollouts.jsonl, eval_rollouts.jsonl and
+metrics.jsonl (except for times) must be equal, bit for bit. The exit status is 1 if anything differs.
 """
 
 import argparse
@@ -21,57 +21,63 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "--steps 24 --sample-every 4 --save-every 3 --eval-every 8 --eval-prompts 40 --batch-size 8 --lr 1e-4"
-REAL = ("--config configs/smollm2-135m-grpo-online.toml --reward configs/rewards.py:ends_with_question --steps 4 "
-        "--sample-every 2 --save-every 1 --batch-size 1 --max-new-tokens 12 --eval-prompts 4 --eval-samples 1")
+REAL = ("--config configs/smollm2-135m-grpo-online.toml --reward configs/rewards.py:ends_with_question "
+        "--steps 4 --sample-every 2 --save-every 1 --batch-size 1 --max-new-tokens 12 --eval-prompts 4 "
+        "--eval-samples 1")
 
 
 def contents(folder: Path) -> dict[str, object]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {"weights": [file.read_bytes() for file in sorted((folder / "final").glob("*.safetensors"))],
-            "metrics": [{key: value for key, value in line.items() if "second" not in key and key != "memory_mib"} for line in lines],
+            "metrics": [{key: value for key, value in line.items()
+                         if "second" not in key and key != "memory_mib"} for line in lines],
             "rollouts": (folder / "rollouts.jsonl").read_text(),
             "eval_rollouts": (folder / "eval_rollouts.jsonl").read_text()}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int)
-    parser.add_argument("--real", help="the folder of a real model")
-    parser.add_argument("--more", default="", help="more flags of humanline.py")
+    parser.add_argument("--real", help="folder of a real model")
+    parser.add_argument("--more", default="", help="additional flags of humanline.py")
     parser.add_argument("--seed", type=int, default=0)
-    flags, chance = parser.parse_args(), random.Random(0)
-    chance.seed(flags.seed)
+    flags = parser.parse_args()
+    chance = random.Random(flags.seed)
     settings = f"{f'{REAL} --model {flags.real}' if flags.real else TINY} {flags.more}"
 
     def start(out: Path) -> subprocess.Popen:
         command = [sys.executable, "humanline.py", *settings.split(), "--out", str(out), "--resume", "latest"]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder, "whole")
         started = time.perf_counter()
         error = start(whole).communicate()[1]
         seconds, expected = time.perf_counter() - started, contents(whole)
-        print(f"a run takes {seconds:.0f} s\n{error}" if "error" in error else f"a run takes {seconds:.0f} s", flush=True)
+        print(f"an uninterrupted run takes {seconds:.0f} s", flush=True)
+        if "error" in error:
+            print(error, flush=True)
         different = []
         for number in range(flags.kills):
             out, moments = Path(folder, f"killed-{number}"), []
             while not (out / "final").exists():
                 run, moment = start(out), chance.uniform(0, 1.1 * seconds)
                 try:
-                    run.communicate(timeout=moment if not moments else None)  # killed once
+                    run.communicate(timeout=moment if not moments else None)  # kill it only once
                 except subprocess.TimeoutExpired:
                     run.kill()
                     run.communicate()
                 moments.append(moment)
             steps = len((out / "metrics.jsonl").read_text().splitlines())
-            found = contents(out)
-            differs = [name for name in expected if found[name] != expected[name]]
+            actual = contents(out)
+            differs = [name for name in expected if actual[name] != expected[name]]
             print(f"{number + 1}: killed after {moments[0]:.1f} s, {steps} steps, "
-                  f"{'differs in ' + ', '.join(differs) if differs else 'the same'}", flush=True)
+                  f"{'different ' + ', '.join(differs) if differs else 'equal'}", flush=True)
             different += differs
             shutil.rmtree(out)
-    print(f"{flags.kills} kills, {'something differs' if different else 'all resumed bit for bit'}")
+    print(f"{flags.kills} kills: {'some runs differ' if different else 'all runs are equal, bit for bit'}")
     return int(bool(different))
 
 

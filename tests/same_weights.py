@@ -1,19 +1,19 @@
-"""Does another version of humanline.py train to the same weights, bit for bit?
+"""Check that two versions of humanline.py train to the same weights, bit for bit.
 
-  python tests/same_weights.py OLD                  # a checkout against this one: short runs
-  python tests/same_weights.py OLD NEW --only kto   # two checkouts, the runs whose name matches
-  python tests/same_weights.py OLD --real FOLDER    # instead: a real model (smollm2.py makes one)
+  python tests/same_weights.py OLD                  # compare a checkout with this one, on short runs
+  python tests/same_weights.py OLD NEW --only kto   # compare two checkouts, on the runs whose name matches
+  python tests/same_weights.py OLD --real FOLDER    # use a real model instead (smollm2.py creates one)
 
-A checkout is a folder with humanline.py. Each run is its command line in a process of its own, on the CPU. The table
-says of each run:
+A checkout is a folder with humanline.py. Each run is a command line in a separate process, on the CPU. The
+table shows for each run:
 
-  weights   "same" if the two final model.safetensors agree in every byte; else ||old - new|| / ||old||
-  metrics   "same" if what both wrote into metrics.jsonl agrees in every digit, times aside; else the largest difference
-            at one step, as a share of the largest value that this metric had in the run
+  weights   "same" if the two final model.safetensors are identical; else ||old - new|| / ||old||
+  metrics   "same" if all values in metrics.jsonl are identical, except for times; else the largest
+            difference at any step, relative to the largest value of that metric in the run
   moved     how far training moved the weights: ||old - initial|| / ||initial||
-  seconds   of both runs together
+  seconds   duration of both runs together
 
-The exit status is 1 if weights differ or a run fails. Metrics that differ are only shown.
+The exit status is 1 if weights differ or a run fails. Differences in metrics are only reported.
 """
 
 import argparse
@@ -35,10 +35,10 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models
 
-# A run works in a folder beside the files that it reads; where it says nothing else, with --data ../groups.jsonl.
+# Runs are started next to the files that they read. The default data is --data ../groups.jsonl.
 TINY = ("--model ../tiny --reward ../reward.py:varied "
         "--steps 8 --batch-size 8 --lr 1e-2 --group-size 4 --max-new-tokens 4")
-RUNS = {  # more flags; "2 ranks" and "resumed" in a name say how the run is started
+RUNS = {  # additional flags; "2 ranks" or "resumed" in a name determines how the run is started
     "dpo offline": "--loss dpo --sync-k 3",
     "dpo online": "--loss dpo --sync-k 2 --sample-every 1",
     "dpo online, every 3": "--loss dpo --sync-k 2 --sample-every 3",
@@ -76,16 +76,16 @@ RUNS = {  # more flags; "2 ranks" and "resumed" in a name say how the run is sta
     "grpo 2 ranks sharded online": "--loss grpo --sync-k 3 --sample-every 2 --shard",
     "grpo resumed online": "--loss grpo --sync-k 2 --save-every 3 --sample-every 1",
 }
-# What a flag was called in older checkouts, by a word of their humanline.py.
+# Old names of flags, by a string that occurs only in the humanline.py of such checkouts.
 OLDER = {"    stale: ": ("--taper", "--stale taper")}
 REAL = ("--model ../real --data ../dialogues.jsonl --reward ../reward.py:varied --limit 512 "
         "--steps 4 --batch-size 4 --lr 5e-5 --sync-k 2 --max-length 256 "
         "--group-size 4 --max-new-tokens 16")
 REAL_RUNS = {"dpo pairs": "--loss dpo", "kto pairs": "--loss kto", "grpo pairs": "--loss grpo",
              "grpo online": "--loss grpo --sample-every 1 --batch-size 2"}
-TIMES = {"step_seconds", "sample_seconds", "memory_mib"}  # metrics that no two runs share
+TIMES = {"step_seconds", "sample_seconds", "memory_mib"}  # metrics that differ between any two runs
 
-# Differs between most completions and can be learned: some characters are worth more than others.
+# This differs between most completions and can be learned, because some characters score more than others.
 REWARD = """def varied(prompts, completions, rows):
     return [sum(ord(c) % 7 for c in text) / (6 * max(1, len(text))) for text in completions]
 """
@@ -96,7 +96,7 @@ TEMPLATE = ("{{ bos_token }}{% for message in messages %}"
 
 
 def make_tiny(folder: Path) -> None:
-    """A random two-layer Llama, and a tokenizer with a token per character."""
+    """Write a random two-layer Llama, and a tokenizer with one token per character."""
     transformers.utils.logging.disable_progress_bar()
     special = ["<pad>", "<unk>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>"]
     vocabulary = {token: i for i, token in enumerate([*special, "\n", *map(chr, range(32, 127))])}
@@ -115,7 +115,7 @@ def make_tiny(folder: Path) -> None:
 
 
 def make_rows(folder: Path) -> None:
-    """A file of each kind of row, with prompts and completions of many lengths."""
+    """Write a file for each kind of row, with prompts and completions of various lengths."""
     chance = random.Random(0)
     text = lambda longest: "".join(chance.choices("abcdefgh01234", k=chance.randint(1, longest)))
     kinds = dict(
@@ -130,7 +130,7 @@ def make_rows(folder: Path) -> None:
 
 
 def make_dialogues(path: Path) -> None:
-    """Rows as HH-RLHF publishes them: two whole transcripts that differ in the last answer."""
+    """Write rows in the format of HH-RLHF: two full transcripts that differ in the last answer."""
     chance = random.Random(0)
     topics = ["bread", "a bicycle", "the moon", "chess", "taxes", "a violin", "volcanoes"]
     asked = ["How do I look after {}?", "Tell me about {}.", "Why do people care about {}?"]
@@ -154,7 +154,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 
 
 def train(checkout: Path, side: Path, name: str, flags: str, threads: int) -> None:
-    """The command line, in the side's folder; raises RuntimeError if it fails."""
+    """Run the command line in the folder `side`. Raises RuntimeError if it fails."""
     ranks = "-m torch.distributed.run --standalone --nproc_per_node=2" if "2 ranks" in name else ""
     text = (checkout / "humanline.py").read_text(encoding="utf-8")
     for word, (now, then) in OLDER.items():
@@ -163,7 +163,7 @@ def train(checkout: Path, side: Path, name: str, flags: str, threads: int) -> No
                *flags.split(), "--out", str(side / name)]
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",  # fast on a busy machine too
+        "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",  # fast even on a busy machine
         "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1",
         "HF_DATASETS_CACHE": str(side / "datasets")}
 
@@ -175,7 +175,7 @@ def train(checkout: Path, side: Path, name: str, flags: str, threads: int) -> No
             raise RuntimeError(f"{side.name}: {last}")
 
     start()
-    if "resumed" in name:  # as if it had been killed after its first checkpoint
+    if "resumed" in name:  # simulate a kill after the first checkpoint
         shutil.rmtree(side / name / "final")
         for checkpoint in sorted((side / name / "checkpoint").glob("step-*"))[1:]:
             shutil.rmtree(checkpoint)
@@ -183,7 +183,7 @@ def train(checkout: Path, side: Path, name: str, flags: str, threads: int) -> No
 
 
 def distance(old: Path, new: Path) -> float:
-    """||old - new|| / ||old|| of the weights in two files."""
+    """||old - new|| / ||old|| for the weights in two files."""
     a, b = load_file(old), load_file(new)
     norm = lambda tensors: torch.stack([tensor.double().norm() for tensor in tensors]).norm()
     if a.keys() != b.keys():
@@ -198,27 +198,28 @@ def compare_files(old: Path, new: Path) -> str:
 
 
 def compare_metrics(old: Path, new: Path, one_sided: set[str]) -> str:
-    """Adds what only one side has to `one_sided`. A loss that is 0 but for rounding is no measure of a difference, so
-    each metric is measured by its largest value in the run."""
+    """Compare metrics relative to their largest value in the run, because single values can be zero up to
+    rounding. Metrics that only one side has are added to `one_sided`."""
     a, b = ([json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (old, new))
     if len(a) != len(b):
         return f"DIFFER: {len(a)} lines and {len(b)}"
     largest: dict[str, float] = {}
-    found: list[tuple[str, int, float]] = []  # a metric, a step, a difference
-    for x, y in zip(a, b):
-        one_sided |= x.keys() ^ y.keys()
-        for key in (x.keys() & y.keys()) - TIMES:
-            largest[key] = max(largest.get(key, 0.0), abs(x[key]), abs(y[key]))
-            if x[key] != y[key]:
-                found.append((key, x["step"], abs(x[key] - y[key])))
-    if not found:
+    differences: list[tuple[str, int, float]] = []  # metric, step, absolute difference
+    for old_line, new_line in zip(a, b):
+        one_sided |= old_line.keys() ^ new_line.keys()
+        for key in (old_line.keys() & new_line.keys()) - TIMES:
+            x, y = old_line[key], new_line[key]
+            largest[key] = max(largest.get(key, 0.0), abs(x), abs(y))
+            if x != y:
+                differences.append((key, old_line["step"], abs(x - y)))
+    if not differences:
         return "same"
-    key, step, difference = max(found, key=lambda one: one[2] / largest[one[0]])
+    key, step, difference = max(differences, key=lambda entry: entry[2] / largest[entry[0]])
     return f"differ by {difference / largest[key]:.1e} ({key}, step {step})"
 
 
 def compare(args: argparse.Namespace, home: Path) -> int:
-    """Make what the runs read, train on both sides, print the table; returns the exit status."""
+    """Write the inputs, train both checkouts and print the table. Returns the exit status."""
     make_tiny(home / "tiny")
     make_rows(home)
     make_dialogues(home / "dialogues.jsonl")
@@ -233,7 +234,7 @@ def compare(args: argparse.Namespace, home: Path) -> int:
     runs = {name: f"{common}{data(flags)} {flags}" for name, flags in runs.items()}
     names = [name for name in runs if re.search(args.only, name)]
     if not names:
-        raise SystemExit(f"no run matches --only {args.only}; there are: {'; '.join(runs)}")
+        raise SystemExit(f"no run matches --only {args.only}; the runs are: {'; '.join(runs)}")
     old, new = home / "old", home / "new"
     old.mkdir()
     new.mkdir()
@@ -269,12 +270,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path, nargs="?", default=Path(__file__).resolve().parent.parent)
-    parser.add_argument("--only", default="", metavar="REGEX", help="runs whose name matches")
-    parser.add_argument("--real", type=Path, metavar="FOLDER", help="a real model, two threads")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only runs whose name matches")
+    parser.add_argument("--real", type=Path, metavar="FOLDER", help="use this real model, with two threads")
     parser.add_argument("--rows", type=Path, metavar="FILE",
-                        help="--real: JSON lines with `chosen` and `rejected` of your own")
+                        help="with --real: your own JSON lines with `chosen` and `rejected`")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `timeout` ends the run, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # clean up if stopped by `timeout`
     with tempfile.TemporaryDirectory() as home:
         return compare(args, Path(home))
 

@@ -141,8 +141,8 @@ def test_accuracy_is_what_its_samples_say(ask, tiny, problems, tmp_path):
     pass_at_2 = np.mean([pass_at_k(4, int(c), 2) for c in correct])
     expected = [mean("reward"), pass_at_2, mean("reward", greedy), mean("tokens"), mean("truncated")]
     assert line_of(said, tiny)[::3] == pytest.approx(expected, abs=6e-4)
-    assert "by level (problems)\n" in said and "1 (15)" in said
-    assert f"more than {tiny}, by problem; comparisons: 1\n" in said
+    assert "by level (number of problems)\n" in said and "1 (15)" in said
+    assert f"difference from {tiny}, paired by problem; comparisons: 1\n" in said
 
 
 def test_greedy_answers_are_the_likeliest_and_nothing_is_written_over(ask, tiny, problems, tmp_path):
@@ -179,7 +179,7 @@ def test_a_runs_own_settings_are_used_and_flags_override_them(ask, run, problems
         assert max(line["tokens"] for line in lines) == 3 - len(opened)
         opened.append([message["content"][0] for message in lines[0]["prompt"]])
     assert opened == [["h", "<"], ["h", "["]]
-    config = evaluation.settings_of(str(folder), evaluation.Accuracy(model=()))
+    config = evaluation.config_for(str(folder), evaluation.Accuracy(model=()))
     assert (config.temperature, config.seed) == (1, 0)  # a flag outranks the run though it is the default
 
 
@@ -220,7 +220,7 @@ def test_a_model_does_not_beat_itself(ask, tiny, problems, judges):
     assert covered >= 5
     said = ask(f"winrate {flags} --judge {judges}:lopsided --max-new-tokens 3")  # it is asked in both orders
     assert line_of(said, "win rate")[0] == 0.5 and "wins 0.000, ties 1.000, losses 0.000" in said
-    assert line_of(said, "favours what it reads first")[0] == 0.6
+    assert line_of(said, "position bias of the judge")[0] == 0.6
 
 
 def test_the_higher_reward_wins_and_ties_count_half(ask, tiny, data_files, tmp_path):
@@ -242,7 +242,7 @@ def test_only_desirable_completions_of_the_data_are_something_to_beat(ask, tiny,
     assert [pair["against"] for pair in read_lines(tmp_path / "pairs.jsonl")] == ["c1", "c2", "c4"] and "3 prompts" in said
     data = write_jsonl(tmp_path / "bad.jsonl", [row for row in rows if not row["label"]])
     assert evaluation.main(f"winrate --model {tiny} --data {data} --max-new-tokens 3".split()) == 2
-    assert "or no good one; name a model: --against MODEL" in capsys.readouterr().err
+    assert "or no desirable completion; compare with a model instead: --against MODEL" in capsys.readouterr().err
 
 
 def test_the_pairs_of_a_win_rate_become_what_alpaca_eval_reads(ask, tiny, data_files, tmp_path):
@@ -296,7 +296,7 @@ def test_data_ranks_what_the_model_finds_likely_first_and_says_so(ask, tiny, two
     assert own > other + 1 and own_low < own < own_high
     gap, low, high = line_of(said, f"{two_sources['other']}:")[:3]
     assert math.isclose(gap, other - own, abs_tol=2e-3) and low < gap < high < 0
-    assert line_of(said, "less likely than 3/4 of those")[3] > 0.9
+    assert line_of(said, "less likely than 3/4 of its samples")[3] > 0.9
     assert f"{two_sources['other']}: not good enough" in said
     assert "mean token log-prob" in (tmp_path / "data.svg").read_text()
 
@@ -324,7 +324,7 @@ def test_data_counts_what_is_wrong_with_it(ask, tiny, tmp_path):
     rows = [dict(prompt=f"p{i}", completions=["aa", "aa", "bbb"], scores=[1, 1, 1 if i < 15 else 0]) for i in range(20)]
     rows[0]["completions"][2] *= 30
     said = ask(f"data --model {tiny} --data {write_jsonl(tmp_path / 'odd.jsonl', rows)} --own 0 --max-new-tokens 4")
-    expected = {"completions": 57, "duplicates": 19, "over-long, not trained on": 3, "no difference": 0.737,
+    expected = {"completions": 57, "duplicates": 19, "dropped, too long": 3, "groups without a difference": 0.737,
                 "best minus worst reward": 0.263}
     assert {name: line_of(said, name)[0] for name in expected} == expected and "own samples" not in said
 
@@ -335,8 +335,8 @@ def test_what_perception_lets_through_is_what_training_lets_through():
     chance, config = np.random.default_rng(0), humanline.Config(batch_size=4, gamma_p=3e5, beta_p=7e5, gamma_r=1e5,
                                                                 beta_r=9e5)
     d = [[chance.normal(0, 1.5, chance.integers(1, 6)) for _ in range(3)] for _ in range(10)]
-    found = evaluation.let_through(d, config)
-    for group, clipped in zip(d, found["after clipping"]):
+    found = evaluation.fractions_passed(d, config)
+    for group, clipped in zip(d, found["after humanline clipping"]):
         for one, share in zip(group, clipped):
             _, is_low, is_high = humanline.perceive(torch.tensor(one), None, config)
             assert share == (~(is_low | is_high)).double().mean()
@@ -345,7 +345,7 @@ def test_what_perception_lets_through_is_what_training_lets_through():
     flat = np.concatenate(first)
     low, high = flat.max() + math.log(0.3), -((-flat).max() + math.log(0.1))
     expected = [((one > low) & (one < high)).mean() for one in first]
-    shares = np.concatenate(found["after sampling"][:4])
+    shares = np.concatenate(found["after humanline sampling"][:4])
     assert np.mean(np.abs(shares - expected) > 1e-9) < 0.1  # but for outcomes right at an end
 
 
@@ -382,34 +382,34 @@ def other_vocabulary(tiny, tmp_path_factory):
 @pytest.mark.parametrize("command, complaint", [
     ("accuracy --model runs/none", "--model runs/none: no such run or model"),
     ("accuracy --model died", "--model died: the run did not finish"),
-    ("accuracy --model nothing", "--model nothing: neither a run's folder"),
-    ("accuracy --model TINY", "--data: name the rows to measure on"),
+    ("accuracy --model nothing", "--model nothing: this folder is neither a run"),
+    ("accuracy --model TINY", "--data: pass the rows to evaluate on"),
     ("accuracy --model TINY --data none.jsonl", "--data none.jsonl: [Errno 2] No such file"),
     ("accuracy --model TINY --data noanswer.jsonl", "--data noanswer.jsonl row 1: no answer"),
     ("accuracy --model TINY --data prompts.jsonl --samples 4 --k 1 5", "pass@k needs 1 <= k <= samples"),
-    ("accuracy --model TINY --data prompts.jsonl --out samples.txt", "--out samples.txt: it must end in .jsonl"),
+    ("accuracy --model TINY --data prompts.jsonl --out samples.txt", "--out samples.txt: the name must end in .jsonl"),
     ("accuracy --model TINY --data prompts.jsonl --temperature 0", "--temperature is 0.0; it must be from"),
-    ("accuracy --model --limit 2", "--model has no value; give it one or more, or leave it out"),
+    ("accuracy --model --limit 2", "--model has no value; pass at least one, or omit the flag"),
     ("accuracy --nothing 1", "--nothing"),
-    ("show --model TINY --data prompts.jsonl --prompts 0", "--prompts is 0; it must be from 1 to 1,000,000"),
+    ("show --model TINY --data prompts.jsonl --prompts 0", "--prompts is 0; it must be between 1 and 1,000,000"),
     ("winrate --model TINY --data prompts.jsonl", "--against data: prompts.jsonl has rows without completions"),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge none.py:f", "--judge none.py:f: no such file"),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:none", "--judge judges.py:none: "),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:wrong --limit 3 --max-new-tokens 3",
      "it must return 3 probabilities"),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:hangs --limit 4 --max-new-tokens 3 "
-     "--reward-seconds 0.2", "give it more time with --reward-seconds"),
+     "--reward-seconds 0.2", "increase the time limit with --reward-seconds"),
     ("winrate --model TINY --data prompts.jsonl --against TINY --reward judges.py:wrong --max-new-tokens 3",
      "--reward judges.py:wrong failed on every sample: "),
-    ("data --model TINY --data prompts.jsonl", "--data prompts.jsonl: prompts without completions"),
+    ("data --model TINY --data prompts.jsonl", "--data prompts.jsonl: these rows are prompts without completions"),
     ("data --model TINY --data latin-1.jsonl", "--data latin-1.jsonl"),
-    ("perception --model TINY --data groups.jsonl", "--ref and --data: name the model that"),
-    ("perception --model TINY --ref OTHER --data groups.jsonl", "its vocabulary is not that of"),
-    ("perception --model TINY --ref TINY --data groups.jsonl --max-new-tokens 2", "so that every outcome is 0"),
-    ("plot", "plot: name the folders of runs"),
-    ("plot young", "plot young: its metrics.jsonl has no step yet"),
-    ("plot old --metrics los", "--metrics los: no run has measured that; did you mean 'loss'?"),
-    ("plot --out curves.pdf", "--out curves.pdf: it must end in .png or .svg"),
+    ("perception --model TINY --data groups.jsonl", "--ref and --data: pass both, since "),
+    ("perception --model TINY --ref OTHER --data groups.jsonl", "its vocabulary differs from that of"),
+    ("perception --model TINY --ref TINY --data groups.jsonl --max-new-tokens 2", "so every log-ratio is 0"),
+    ("plot", "plot: pass one or more run folders"),
+    ("plot young", "plot young: metrics.jsonl is empty; wait for the first step"),
+    ("plot old --metrics los", "--metrics los: no run has logged this metric; did you mean 'loss'?"),
+    ("plot --out curves.pdf", "--out curves.pdf: the name must end in .png or .svg"),
     ("nothing", "accuracy, show, chat, winrate, data, perception, plot"),
 ])
 def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other_vocabulary, judges, tmp_path,
@@ -435,7 +435,7 @@ def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other
 def test_the_command_line_works_as_typed(tmp_path):
     line = [sys.executable, str(ROOT / "eval.py"), "plot", "none"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
-    said = "eval.py: error: plot none: no such run; the folder of a run holds metrics.jsonl\n"
+    said = "eval.py: error: plot none: no such run; pass a folder that contains metrics.jsonl\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 

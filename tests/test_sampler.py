@@ -233,7 +233,7 @@ def test_a_sampler_that_fails_once_is_started_anew_and_changes_nothing(
     flags = "--sample-every 2 --steps 4 --sampler"
     broken = run(f"{flags} {sampler('breaking', breaking(tmp_path, what, 1))}")
     [line] = [line for line in capsys.readouterr().err.splitlines() if "--sampler" in line]
-    assert BREAKS[what] in line and line.endswith("starting it anew")
+    assert BREAKS[what] in line and line.endswith("restarting it")
     assert len({note["pid"] for note in notes()}) == 2
     good = run(f"{flags} {sampler()}")
     assert timeless(broken) == timeless(good) and same_weights(broken, good)

@@ -262,14 +262,14 @@ FAILURES = {  # the route that fails; what is done to its answer, or instead; wh
     "killed": (DRAW, killed, "/v1/completions failed: RemoteDisconnected"),
     "late": (DRAW, late, "/v1/completions took longer than 1 s"),
     "no reload": (RELOAD, refuses("500 no such folder"), "/collective_rpc answered 500: .*no such folder"),
-    "cache": (CACHE, lambda answer: answer.update(success=False), "/reset_prefix_cache had no success"),
-    "aborted": (DRAW, choice_with(finish_reason="abort"), 'a completion ended by "abort"'),
+    "cache": (CACHE, lambda answer: answer.update(success=False), "/reset_prefix_cache failed"),
+    "aborted": (DRAW, choice_with(finish_reason="abort"), 'a completion has the finish reason "abort"'),
     "no log-prob": (DRAW, choice_with(token_ids=[9] * 6, logprobs=dict(token_logprobs=[-1.0] * 5)),
-                    "6 tokens and 5 log-probs"),
+                    "6 tokens but 5 log-probs"),
     "cut": (DRAW, choice_with(token_ids=[9] * 4, logprobs=dict(token_logprobs=[-1.0] * 4)),
-            "of 4 tokens ends neither with a stop token"),
-    "shapeless": (DRAW, choice_with(logprobs=None), "something else"),
-    "one too few": (DRAW, lambda answer: answer["choices"].pop(), "it drew 2 completions, not 3"),
+            "of 4 tokens has no stop token"),
+    "shapeless": (DRAW, choice_with(logprobs=None), "unexpected answer"),
+    "one too few": (DRAW, lambda answer: answer["choices"].pop(), "it returned 2 completions, not 3"),
 }
 
 
@@ -293,7 +293,7 @@ def test_a_server_that_fails_is_left_out_and_the_other_draws_its_share_until_all
         sampler.DRAW_SECONDS = 1
     assert draw(sampler, folder) == expected(folder)
     line = capsys.readouterr().out.strip()
-    assert line.startswith(f"{bad.url}: ") and "\n" not in line and line.endswith("the others drew its share")
+    assert line.startswith(f"{bad.url}: ") and "\n" not in line and line.endswith("the other servers took over its prompts")
     good.close()
     with pytest.raises(RuntimeError, match="^no server is left. .*$") as raised:
         draw(sampler, folder)
@@ -339,7 +339,7 @@ def test_a_server_that_others_load_all_the_time_is_left_out(engines, client, wei
     (engine,) = engines(1)
     mine, theirs = weights("mine"), weights("theirs")
     engine.on = lambda route, body: load_by_hand(engine, theirs) if route == DRAW else None
-    with pytest.raises(RuntimeError, match=f"{engine.url}: another program puts in its weights again and again"):
+    with pytest.raises(RuntimeError, match=f"{engine.url}: another program keeps replacing the weights"):
         draw(client([engine]), mine)
 
 

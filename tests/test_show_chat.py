@@ -137,8 +137,8 @@ def test_a_chat_remembers_its_turns_until_it_is_reset(talk, talker):
     (first, one), (second, two), (third, three) = heard
     assert (first, second, third) == ("u:1;a:", f"u:1;a:{one};u:2;a:", "u:3;a:")
     for answer in (one, two, three):
-        assert f"\n{talker}> {answer} [cut after 5 tokens]\n" in said
-    assert "[a new dialogue]" in said and one != three
+        assert f"\n{talker}> {answer} [truncated after 5 tokens]\n" in said
+    assert "[new dialogue]" in said and one != three
     assert talk(f"--model {talker} --max-new-tokens 5", "1", "2", "", "/reset", "3") == (said, heard)  # the seed's
 
 
@@ -182,7 +182,7 @@ def test_ctrl_c_at_the_prompt_ends_the_chat(talker, monkeypatch, capsys):
 def test_a_dialogue_that_outgrows_the_model_begins_anew(talk, talker):
     long = "1" * 30  # of 64 positions
     said, heard = talk(f"--model {talker} --max-new-tokens 20", long, long, "2", "3" * 70, "4")
-    assert said.count("[longer than the model's 64 positions: a new dialogue begins;") == 2
+    assert said.count("[the dialogue exceeds the model's 64 positions: starting a new one;") == 2
     assert [prompt for prompt, _ in heard] == [f"u:{long};a:", "u:2;a:", "u:4;a:"]
 
 
@@ -198,5 +198,5 @@ def test_a_template_that_refuses_the_dialogue_is_one_line(tiny, tmp_path, monkey
     folder = with_template(tiny, refusal + TEMPLATE, tmp_path / "strict")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"1\n")))
     assert evaluation.main(["chat", "--model", folder, "--system", "be"]) == 2
-    assert re.fullmatch(r"eval\.py: error: .*its chat template refuses the dialogue: no system; leave out --system\n",
+    assert re.fullmatch(r"eval\.py: error: .*the chat template rejected the dialogue: no system; try it without --system\n",
                         capsys.readouterr().err)

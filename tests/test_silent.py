@@ -253,5 +253,5 @@ def test_a_list_of_answers_means_any_of_them():
 def test_a_measurement_is_not_written_over_a_file(tiny, data_files, tmp_path, capsys):
     (tmp_path / "mine.jsonl").write_text("mine")
     given = ["accuracy", "--model", tiny, "--data", data_files["prompts"], "--out", str(tmp_path / "mine.jsonl")]
-    assert evaluation.main(given) == 2 and "it exists; choose another file" in capsys.readouterr().err
+    assert evaluation.main(given) == 2 and "the file already exists; choose another name" in capsys.readouterr().err
     assert (tmp_path / "mine.jsonl").read_text() == "mine"
