@@ -24,7 +24,8 @@ The columns, in GiB per rank at the peak of the second step:
 
 A config fits if the larger of the last two is at most 85 % of the GPU; above that it is tight. The rest is for what is
 not counted: the CUDA context, fragmentation in the allocator, workspaces of kernels and of NCCL, and the activations of
-`generate`. torch.compile, on by default on a GPU, needs less than the plain layers that are counted here.
+`generate`. Sequences of other lengths may fill --microbatch-tokens better, by less than one sequence. torch.compile, on
+by default on a GPU, needs less than the plain layers that are counted here.
 
 --measure also takes the steps for real, on random weights in a fresh process, and prints the error of the dry number.
 On a GPU the real number is torch's peak; on a CPU (Linux) it is the growth of the process, with an allocator that
@@ -186,7 +187,7 @@ def read(file: str, flags: list[str]) -> Config:
     """A config as a GPU takes it. Raises UserError if anything that it names does not exist."""
     config = humanline.parse_config(["--config", file, *flags])
     if config.dtype == "auto":
-        config = humanline.parse_config(["--config", file, *flags, "--dtype", "mixed"])
+        return read(file, [*flags, "--dtype", "mixed"])
     for flag, spec in {"--reward": config.reward, "--sampler": config.sampler}.items():
         path, _, name = humanline.find_file(spec).rpartition(":")
         if path:
@@ -222,16 +223,15 @@ def first_of(ranks: int):
 
 def load(file: str, flags: list[str], ranks: int = 1) -> tuple[Module, Config]:
     """The policy as humanline.py prepares it, with random weights, and the config for it."""
-    config = read(file, flags)
-    sizes = architecture(config.model)
+    sizes = architecture(read(file, flags).model)
     is_fake = active_fake_mode() is not None
 
     def from_pretrained(name, *, dtype, attn_implementation, **_):
         model = AutoModelForCausalLM.from_config(sizes, dtype=dtype, attn_implementation=attn_implementation)
         return model, dict(unexpected_keys=[], missing_keys=[])
 
-    more = f"--dtype {config.dtype} --model {DEMO} --compile False {'--shard' if ranks > 1 else '--no-shard'}"
-    config = humanline.parse_config(["--config", file, *flags, *more.split()])
+    sharding = "--shard" if ranks > 1 else "--no-shard"
+    config = read(file, [*flags, "--model", str(DEMO), "--compile", "False", sharding])
     device = torch.device("cuda" if torch.cuda.is_available() and not is_fake else "cpu")
     # torch cannot move a fake parameter, not even to where it is.
     move = (lambda module, *_, **__: module) if is_fake else Module.to
