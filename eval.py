@@ -24,6 +24,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import tomllib
 from collections import defaultdict
@@ -31,6 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Callable, Iterable, Literal
+
+if __name__ == "__main__":  # Ctrl-C during the imports below prints no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import numpy as np
 import torch
@@ -103,7 +107,7 @@ class Winrate(Sampling, RowSettings):
     """How often one model's completions beat another's, or the data's own. The higher --reward wins."""
 
     model: str  # The model.
-    against: str = "data"  # The other model, or `data`: the best completion of each row.
+    against: str = "data"  # The other model, or `data`: the best or desirable completion of each row.
     data: str | None = None  # Prompts: NAME[:[CONFIG:]SPLIT]. Default: the run's --eval-data.
     judge: str | None = None
     """FILE.py:function, in the place of --reward: your own function(prompts, first, second, rows) -> list of
@@ -538,7 +542,6 @@ def accuracy(flags: Accuracy) -> None:
     for i, (name, config) in enumerate(zip(flags.model, configs)):  # one model in memory at a time
         rows = read_rows(data, config)
         sampler = load(name, config)
-        sampler.check_rows(rows)
         prompts = encode(sampler, rows, offline=False)
         kinds = dict(sampled=draw(sampler, prompts, rows, flags.samples, 2 * i))
         if flags.greedy:
@@ -622,7 +625,6 @@ def show_completions(flags: Show) -> None:
             and any("answer" not in row.fields for row in rows)
         ):
             sampler.reward = None  # nothing to compare with
-        sampler.check_rows(rows)
         groups = encode(sampler, rows, offline=False)[: flags.prompts]
         drawn = draw(sampler, groups, rows, samples, stream, flags.greedy)
         prompts.append({group.row: as_text(rows[group.row].prompt) for group in drawn})
@@ -752,7 +754,7 @@ def load_judge(spec: str, config: Config) -> Callable[..., list[float]]:
     with humanline.explained(
         f"--judge {spec}", "write FILE.py:function, a function(prompts, first, second, rows)"
     ):
-        return humanline.function_process(file, name, config.reward_seconds)
+        return humanline.FunctionProcess(file, name, config.reward_seconds)
 
 def ask_twice(
     judge: Callable[..., list[float]],
@@ -799,9 +801,10 @@ def winrate(flags: Winrate) -> None:
     data = rows_to_measure(flags, config)
     out = new_file(flags.out, (".jsonl",), "winrate.jsonl")
     rows = read_rows(data, config)
+    good = [i for i, row in enumerate(rows) if not row.labelled or row.rewards == [1]]
     require(
-        has_other or all(row.completions for row in rows),
-        f"--against data: {data} has rows without completions; name a model: --against MODEL",
+        has_other or (good and all(row.completions for row in rows)),
+        f"--against data: {data} has rows without completions, or no good one; name a model: --against MODEL",
     )
     judge = load_judge(flags.judge, config) if flags.judge else None
     sampler = load(flags.model, config, rewarded=judge is None)
@@ -822,7 +825,7 @@ def winrate(flags: Winrate) -> None:
         theirs = texts(load(flags.against, other, rewarded=False), 1)
     else:
         theirs = {
-            i: [row.completions[int(np.argmax(row.rewards))]] * flags.samples for i, row in enumerate(rows)
+            i: [rows[i].completions[int(np.argmax(rows[i].rewards))]] * flags.samples for i in good
         }
     common = sorted(set(ours) & set(theirs))
     of_rows = [rows[row] for row in common for _ in ours[row]]
@@ -998,7 +1001,8 @@ def picture_data(sources: Iterable[Source], start: str, path: Path) -> None:
     """Histograms of mean token log-probs."""
     figure, (axes,) = new_figure(3.6, 1, 1)
     everything = np.concatenate([source.all for source in sources])
-    edges = np.linspace(max(np.quantile(everything, 0.005), -8), min(0, everything.max()), 41)
+    high = max(-7, min(0, everything.max()))  # the first bin may hold all of them
+    edges = np.linspace(max(np.quantile(everything, 0.005), -8), high, 41)
     low, high = np.clip(PAPERS_WORST, edges[0], edges[-1])
     axes.axvspan(low, high, color="#E4E4E4", zorder=0, label="the paper's worst quartile")
     drawn = [
@@ -1111,8 +1115,8 @@ def let_through(d: PerToken, config: Config) -> dict[str, list[np.ndarray]]:
         batch = d[start : start + config.batch_size]
         tokens = [one for group in batch for one in group]
         flat = torch.from_numpy(np.concatenate(tokens))[None]
-        rejected = humanline.humanline_rejected(flat, torch.ones_like(flat), *betas, generator)[0].numpy()
-        kept = iter(np.split(~rejected, np.cumsum([len(one) for one in tokens])[:-1]))
+        verdicts = humanline.humanline_verdicts(flat, torch.ones_like(flat), *betas, generator)[0].numpy()
+        kept = iter(np.split(verdicts == 0, np.cumsum([len(one) for one in tokens])[:-1]))
         sampled += [np.array([next(kept).mean() for _ in group]) for group in batch]
     return {"after clipping": clipped, "after sampling": sampled}
 
@@ -1294,4 +1298,5 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python has it
     sys.exit(main())

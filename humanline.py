@@ -2,11 +2,11 @@
 
 All of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207) in one file. On a laptop:
 
-  python humanline.py                                   # aligns the tiny model of configs/demo
-  python humanline.py --loss grpo --sync-k 12           # sync the reference every 12 steps
-  python humanline.py --no-humanline --no-taper         # the baseline: plain GRPO
-  python humanline.py --no-humanline --sample-every 1   # online: sampled from the policy at every step
-  python humanline.py --loss dpo                        # on the best and the worst of each prompt's samples
+  python humanline.py                                      # aligns the tiny model of configs/demo
+  python humanline.py --loss grpo --sync-k 12              # sync the reference every 12 steps
+  python humanline.py --no-humanline --no-taper --prior 0  # the baseline: plain GRPO
+  python humanline.py --no-humanline --sample-every 1      # online: sampled from the policy at every step
+  python humanline.py --loss dpo                           # on the best and the worst of a prompt's samples
 
 On a model and data of your own (rows as in the README), on one GPU and on eight, and after an interruption:
 
@@ -29,13 +29,29 @@ Left out on purpose: a value model, a second model in memory, tensor and pipelin
 weights, images, tools and turns within a rollout.
 """
 
+# For `uv run humanline.py`, as in requirements.txt:
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0",
+#     "transformers>=5.17,<5.24",
+#     "datasets>=4.0,<6",
+#     "tqdm>=4.66",
+#     "tyro>=1.0,<2",
+#     "loky>=3.5,<4",
+#     "psutil>=5.9",
+#     "math-verify>=0.8,<1",
+# ]
+# ///
+
 import contextlib
 import dataclasses
 import datetime
 import difflib
+import fcntl
 import functools
 import hashlib
-import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -47,24 +63,31 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 import tomllib
 from collections import deque
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Callable, Iterable, Iterator, Literal
+
+if __name__ == "__main__":  # Ctrl-C during the imports below prints no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 import torch.distributed as dist
 # Imported after join_ranks its defaults would hold the ranks' group, and threads, for ever.
 import torch.distributed.nn
 import torch.nn.functional as F
+import psutil
 import tyro
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
+from loky import ProcessPoolExecutor
 from tqdm import tqdm
 
 # ---------- Configuration -----------------------------------------------------------------------------------
@@ -85,6 +108,8 @@ class Config:
     answer equals that, or the \\boxed{} of the row's `solution`; `FILE.py:function`: your own
     function(prompts, completions, rows) -> list of floats, where prompts are lists of messages, rows dicts;
     say configs/model_reward.py:score, a reward model, or configs/rewards.py:math_recipe, a sum of several."""
+    reward_args: str | None = None
+    """Further keyword arguments of your reward function, as a JSON object of names and values."""
     reward_seconds: float = 10.0
     """Time limit of a call, where the reward is `math` or your own. Where a call fails or takes longer, its
     samples are rewarded one by one, each within the same limit, until three in a row have taken longer."""
@@ -165,7 +190,7 @@ class Config:
     max_prompt_length: int | None = None  # Longest prompt, in tokens; rows with longer ones are dropped.
     microbatch_tokens: int = 16384
     """Tokens, with padding, per forward and backward; lower it if memory runs out. Changes no result."""
-    compile: bool | None = None  # torch.compile. Default: on a GPU.
+    compile: bool = torch.cuda.is_available()  # Compile the layers with torch.compile. Default: on a GPU.
     shard: bool = False
     """Shard weights, gradients and moments over the ranks (FSDP2). While it draws, each has all weights."""
     seed: int = 0  # All randomness follows from this and the step; draws also from the number of ranks.
@@ -184,31 +209,33 @@ class Config:
 
     def __post_init__(self):
         """Settle the defaults that depend on other settings, check them all, and say what they ask for."""
-        default = {one.name: one.default for one in dataclasses.fields(self)}
+        default = {field.name: field.default for field in dataclasses.fields(self)}
         self.given = {name: value for name, value in vars(self).items() if value != default[name]}  # was set
         require(self.loss in LOSSES, f"--loss {self.loss}: {suggest(self.loss, LOSSES)}")
-        if not self.humanline:
+        loss = LOSSES[self.loss]
+        if not self.humanline or not loss.needs_reference:
             self.sync_k = 0
             self.perception = "none"
         if self.lr is None:
             self.lr = 1e-5 if self.lora else 1e-6
         if self.batch_size is None:
-            self.batch_size = LOSSES[self.loss].batch_size
-        if self.compile is None:
-            self.compile = torch.cuda.is_available()
+            self.batch_size = loss.batch_size
+        self.out = self.out and os.path.expanduser(self.out)
         check_config(self)
-        # The log-ratio of a plain loss online is to the old policy, and only the KL to the reference.
-        self.takes_old_policy = self.sample_every > 0 and self.sync_k == 0
-        self.needs_reference = not self.takes_old_policy or self.kl_beta > 0
+        # Online, a plain loss takes its log-ratio to the old policy, and only its KL to the reference.
+        self.ratio_to_old = loss.needs_reference and self.sample_every > 0 and self.sync_k == 0
+        self.needs_reference = loss.needs_reference and (not self.ratio_to_old or self.kl_beta > 0)
         # T of softmax(logits / T): the sampling temperature for rollouts, 1 for the data's completions.
         self.logits_temperature = self.temperature if self.sample_every else 1.0
         self.draws_outside = self.sample_every > 0 and self.sampler != "generate"
+        # What depends on the model; load_policy settles it.
+        self.is_mixed = False  # whether weights are fp32 and products bf16
+        self.shares_prompts = False  # whether a row of the forward pass may hold several completions
 
 RANGES = {  # the least and the largest value of settings
     (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high prior lora",
     (1, 1e12): "max_new_tokens sample_tokens steps max_length max_prompt_length microbatch_tokens keep "
-               "eval_prompts eval_samples limit lora_alpha",
-    (1, 1e6): "batch_size group_size",
+               "batch_size group_size eval_prompts eval_samples limit lora_alpha",
     (1e-12, 1e12): "gamma_p gamma_r beta_p beta_r beta desirable_weight undesirable_weight epsilon lr "
                    "adam_eps max_grad_norm reward_seconds",
     (1e-3, 1e3): "temperature",
@@ -231,12 +258,14 @@ def humanline_clip(log_ratio: Tensor, log_eps_p: float = -1.5, log_eps_r: float 
     """
     return log_ratio.clamp(log_eps_p, log_eps_r)
 
-def humanline_rejected(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamma_r: float = 0.01,
+def humanline_verdicts(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamma_r: float = 0.01,
                        beta_p: float = 1.0, beta_r: float = 1.0,
                        generator: torch.Generator | None = None) -> Tensor:
-    """Which tokens humanline sampling rejects (Definition 4.2); see `humanline_sample`. (N, T) booleans."""
+    """What humanline sampling decides for each token (Definition 4.2): -1 rejects it because it has become
+    too unlikely, 1 because it has become too likely, 0 keeps it. (N, T) int8; see `humanline_sample`."""
+    verdicts = torch.zeros_like(mask, dtype=torch.int8)
     if not mask.any():
-        return torch.zeros_like(mask, dtype=torch.bool)
+        return verdicts
     d = log_ratio.detach().double()
 
     def draw_log_beta(gamma: float, beta: float) -> Tensor:
@@ -248,9 +277,11 @@ def humanline_rejected(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, ga
     log_b_r = draw_log_beta(gamma_r, beta_r)
     # exp(d) < M_P B_P and exp(-d) < M_R B_R, in logs, so that large ratios do not overflow.
     completion_d = d[mask.bool()]
-    is_unlikely = d < completion_d.max() + log_b_p
     is_likely = -d < (-completion_d).max() + log_b_r
-    return (is_unlikely | is_likely) & mask.bool()
+    is_unlikely = d < completion_d.max() + log_b_p
+    verdicts[is_likely] = 1
+    verdicts[is_unlikely] = -1
+    return verdicts * mask.bool()
 
 def humanline_sample(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamma_r: float = 0.01,
                      beta_p: float = 1.0, beta_r: float = 1.0,
@@ -261,15 +292,15 @@ def humanline_sample(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamm
     exp(-d) < M_R B_R, where M_P and M_R are the largest exp(d) and exp(-d) among the batch's completion
     tokens. A rejected token keeps its value and passes no gradient. As the Betas concentrate on their means
     m_P and m_R, this becomes clipping to [log(M_P m_P), -log(M_R m_R)] (Theorem 4.3), as far as gradients go.
-    Paste with `humanline_rejected`.
+    Paste with `humanline_verdicts`.
 
     Args:
         log_ratio: (N, T) token log-ratios, in nats, which come back with the same values.
         mask: (N, T), true or 1 at completion tokens.
         generator: source of the draws; torch's global one if None.
     """
-    rejected = humanline_rejected(log_ratio, mask, gamma_p, gamma_r, beta_p, beta_r, generator)
-    return torch.where(rejected, log_ratio.detach(), log_ratio)
+    verdicts = humanline_verdicts(log_ratio, mask, gamma_p, gamma_r, beta_p, beta_r, generator)
+    return torch.where(verdicts != 0, log_ratio.detach(), log_ratio)
 
 # ---------- Objectives --------------------------------------------------------------------------------------
 # What each loss makes of the perceived log-ratio. No averaging here: the loop divides by global counts.
@@ -318,7 +349,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scal
     """
     _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
     counts = counts + prior
-    zeros = torch.zeros(len(counts), dtype=rewards.dtype, device=rewards.device)
+    zeros = rewards.new_zeros(len(counts))
     means = (zeros.index_add(0, index, rewards) + prior * prior_mean) / counts
     centred = rewards - means[index]
     if not scale:
@@ -393,7 +424,7 @@ def taper_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: Tens
 class Group:
     """A prompt and its completions with their rewards, as token ids: of the data, or drawn (rollouts)."""
 
-    row: int  # which of the run's rows, from 0
+    row: int  # the index of its row in the data
     prompt: list[int]
     completions: list[list[int]]
     rewards: list[float]
@@ -409,37 +440,49 @@ class Sequence:
 
     prompt: list[int]
     completion: list[int]
-    row: int = 0
     advantage: float = 0.0
     is_chosen: bool = False  # its advantage is positive; or it is labelled desirable
-    weight: float = 1.0  # KTO: λ_D or λ_U
+    kto_weight: float = 1.0  # λ_D or λ_U
     ref_logps: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t)
     old_logps: Tensor | None = None  # the same of the old policy; None: it is the policy
     sampler_logps: Tensor | None = None  # the same of whatever produced the completion; None: unknown
-    rejected: Tensor | None = None  # (len(completion),) booleans, with --perception sample
+    verdicts: Tensor | None = None  # (len(completion),) of --perception sample, see `humanline_verdicts`
     is_idle: bool = False  # has no gradient, and is left out
 
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.completion)
+Packed = list[Sequence]  # sequences with one prompt, which share a row of the forward pass; see `log_probs`
 
 @dataclass
 class Microbatch:
-    """N sequences that go through the policy together, in pairs chosen, rejected, chosen, … (N, T) tensors
-    hold a completion in each row, from the left, and zeros behind its end; log-probs in nats."""
+    """The record of a step: N sequences that go through the policy together, and all that a loss can ask of
+    them, filled in from top to bottom. Pairs lie as chosen, rejected, chosen, … An (N, T) tensor holds a
+    completion in each row, from the left, and zeros behind its end. Log-probs are in nats."""
 
-    rows: list[list[Sequence]]  # what lies in each row of the forward pass; see `log_probs`
+    # Known before the forward pass.
+    packed: list[Packed]
     mask: Tensor  # (N, T) booleans, true at completion tokens
-    ref_logps: Tensor | None  # (N, T) log π_ref, where anything asks for it
-    old_logps: Tensor | None  # (N, T) log π_old; None: the policy itself
+    advantages: Tensor  # (N,)
+    is_chosen: Tensor  # (N,) booleans: the advantage is positive; or chosen, or desirable
+    kto_weights: Tensor  # (N,) λ_D or λ_U
+    ref_logps: Tensor | None  # (N, T) log π_ref, if anything asks for it
+    old_logps: Tensor | None  # (N, T) log π_old; None: the old policy is the policy itself
     sampler_logps: Tensor | None  # (N, T) log μ; None: unknown
-    rejected: Tensor | None  # (N, T) booleans, with --perception sample
-    advantages: Tensor  # these three (N,)
-    is_chosen: Tensor
-    weights: Tensor
-    step: int  # which optimizer step, from 1
-    mean_surprisal: float = 0.0  # of -log μ over the batch's tokens, where known
+    verdicts: Tensor | None  # (N, T) of --perception sample
+    step: int  # the optimizer step, from 1
+    mean_surprisal: float = 0.0  # mean of -log μ over the batch's tokens, where it is known
     z0: Tensor | None = None  # () KTO's reference point
-    share: float = 1.0  # 0: another rank's work, computed to keep in step with it, which counts nothing
+    share: float = 1.0  # 0: another rank's work, repeated only to keep in step with it
+
+    # Computed in the step, in this order.
+    logps: Tensor | None = None  # (N, T) log π_θ
+    d: Tensor | None = None  # (N, T) log π_θ - log π_ref, if anything asks for it
+    log_ratio: Tensor | None = None  # (N, T) what is perceived: d; plain and online log π_θ - log π_old
+    taper: Tensor | None = None  # (N, 1) how much of the log-ratio's gradient is left, with --taper
+    perceived: Tensor | None = None  # (N, T) d̃
+    is_low: Tensor | None = None  # (N, T) booleans: too low a log-ratio, whose gradient perception stops
+    is_high: Tensor | None = None  # the same for too high ones
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """To be logged, by name: values, and where they count, both (N, T) or (N,). The step logs the mean, or
+    for a name that ends in `_max` the largest value. A loss may add its own."""
 
 def best_against_worst(group: Group) -> list[list[Sequence]]:
     """DPO: the best and the worst completion are a pair; none if all rewards are equal."""
@@ -465,44 +508,60 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
     if balanced == 0:  # all are desirable
         balanced = 1.0
     for sequence in sequences:
-        sequence.weight = config.undesirable_weight
+        sequence.kto_weight = config.undesirable_weight
         if sequence.is_chosen:
-            sequence.weight = config.desirable_weight or balanced
+            sequence.kto_weight = config.desirable_weight or balanced
+
+def compute_dpo(x: Microbatch, config: Config) -> Tensor:
+    log_implicit_rewards(x, config)
+    return dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
+
+def compute_kto(x: Microbatch, config: Config) -> Tensor:
+    log_implicit_rewards(x, config)
+    return kto_loss(x.perceived, x.is_chosen, x.z0, config.beta, x.kto_weights, x.kto_weights)
+
+def log_implicit_rewards(x: Microbatch, config: Config) -> None:
+    """β Σ_t d̃_t of the chosen and of the rejected; the step logs the difference of their means."""
+    reward = config.beta * x.perceived.detach().sum(-1)
+    x.metrics["reward_chosen"] = reward, x.is_chosen
+    x.metrics["reward_rejected"] = reward, ~x.is_chosen
+
+def compute_grpo(x: Microbatch, config: Config) -> Tensor:
+    epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    ratio = x.perceived.detach().exp()
+    advantages = x.advantages[:, None]
+    x.metrics["clip_fraction_low"] = (ratio < 1 - config.epsilon) & (advantages < 0), x.mask
+    x.metrics["clip_fraction_high"] = (ratio > 1 + epsilon_high) & (advantages > 0), x.mask
+    return grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, epsilon_high)
 
 @dataclass(frozen=True)
 class Loss:
     """All that the program knows of a loss. Another one is another entry of LOSSES, and nothing else.
 
-    compute(x, d, perceived, config) sees a Microbatch, the raw (N, T) log-ratio d to the reference, and the
-    perceived d̃. It returns (N, T) token losses, which --average turns into a mean, or one loss for each pair
-    or example; either way the mean is over the global batch."""
+    compute(x, config) gets the record of the step, and returns (N, T) token losses, which --average turns
+    into a mean, or one loss for each pair or example. Either way the mean is over the global batch."""
 
-    compute: Callable[[Microbatch, Tensor, Tensor, Config], Tensor]
+    compute: Callable[[Microbatch, Config], Tensor]
     make_units: Callable[[Group], list[list[Sequence]]]
     unit: Literal["group", "pair", "example"]  # what --batch-size counts; a pair lies as chosen, rejected
-    settings: str = ""  # those fields of Config that some losses read, and this one
-    batch_size: int = 32  # by default
+    settings: str = ""  # names of the fields of Config that this loss reads and some others do not
+    batch_size: int = 32  # the default of --batch-size
     set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None  # of all data
-    needs_mismatched: bool = False  # z₀, from each prompt with the completion of another prompt
-    needs_sampler: bool = False  # x.sampler_logps; offline, where they are unknown, the initial policy's
+    needs_reference: bool = True  # reads x.d or x.perceived; without it there is nothing to sync or perceive
+    needs_mismatched: bool = False  # reads x.z0, made of each prompt with the completion of another prompt
+    needs_sampler: bool = False  # reads x.sampler_logps; the initial policy's where they are unknown
+    needs_all: bool = False  # has a gradient for completions with an advantage of 0, too
 
 LOSSES = {
     "grpo": Loss(
-        compute=lambda x, d, perceived, config: grpo_loss(
-            d, perceived, x.advantages, config.epsilon, config.kl_beta, config.epsilon_high),
+        compute=compute_grpo,
         make_units=lambda group: [group.sequences],
         unit="group",
         settings="epsilon epsilon_high scale_rewards kl_beta average prior",
     ),
-    "dpo": Loss(
-        compute=lambda x, d, perceived, config: dpo_loss(perceived[0::2], perceived[1::2], config.beta),
-        make_units=best_against_worst,
-        unit="pair",
-        settings="beta",
-    ),
+    "dpo": Loss(compute=compute_dpo, make_units=best_against_worst, unit="pair", settings="beta"),
     "kto": Loss(
-        compute=lambda x, d, perceived, config: (
-            kto_loss(perceived, x.is_chosen, x.z0, config.beta, x.weights, x.weights)),
+        compute=compute_kto,
         make_units=above_and_below_mean,
         unit="example",
         settings="beta desirable_weight undesirable_weight",
@@ -515,18 +574,22 @@ LOSSES = {
 # ---------- The loop ----------------------------------------------------------------------------------------
 
 def train(config: Config) -> "Run":
-    """Align a model as `config` says, from the rows on disk to the final folder."""
+    """Train a model as `config` says, from the rows on disk to the final folder."""
     with contextlib.ExitStack() as stack:
-        run = Run(config, stack)  # finds what the user can have got wrong, loads, and resumes
-        policy = run.policy
-        optimizer = run.optimizer
-        batches = run.batches
-        reference = run.reference
+        run = Run(config, stack)  # the folder, its lock and its logs; signals; ranks
+        rows = [row for source in config.data for row in read_rows(source, config, "--data")]
+        run.check_rows(rows)
+        policy, tokenizer = load_policy(config, run.device)
+        sampler = Sampler(policy, tokenizer, config)
+        batches = Batches(config, encode_rows(rows, sampler), sampler.longest)
+        optimizer = torch.optim.AdamW(trained(policy).values(), config.lr, eps=config.adam_eps,
+                                      weight_decay=config.weight_decay, fused=True)
+        reference = Reference(policy, batches, config)
+        score_by_sampler(policy, batches, config)
         warmup = math.ceil(config.warmup * batches.steps)
-        if run.first == 1:
-            run.known = {f"{name}_before": value for name, value in run.measure(0).items()}
+        run.begin(sampler, batches, optimizer, reference)  # checks what is left, and resumes
 
-        for step in run.progress:
+        for step in run.steps:
             started = time.perf_counter()
             report = {"step": step, "sample_seconds": 0.0}
             if step == 1:
@@ -536,14 +599,16 @@ def train(config: Config) -> "Run":
             if config.sample_every and step > batches.made_until:
                 last = min(step + config.sample_every - 1, batches.steps)
                 prompts = batches.of_steps(step, last)
-                rollouts = run.sampler.draw_rollouts(prompts, run.rows, config.group_size, step)
+                rollouts = sampler.draw_rollouts(prompts, rows, config.group_size, step)
                 batches.make(last, rollouts)
                 report["sample_seconds"] = time.perf_counter() - started
-                report |= run.keep_rollouts("rollouts.jsonl", rollouts, run.rows, step)
-                reference.after_drawing(step)
+                report |= run.keep_rollouts("rollouts.jsonl", rollouts, rows, step)
+                if config.ratio_to_old and last > step:  # for one step the old policy is the policy itself
+                    attach_logps("old_logps", policy, batches.pending, config)
 
             # Forward, perceive, loss, backward, a microbatch at a time: right below.
-            batch = batches.pending.popleft()
+            batch = batches.next(step)
+            reference.score(batch)
             report |= forward_backward(policy, batch, config)
 
             # Clip the gradient's norm, sync, step, in this order: a sync takes the policy before its update.
@@ -575,86 +640,77 @@ def train(config: Config) -> "Run":
     return run
 
 def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str, float]:
-    """Fill the parameters' .grad with the gradient of the batch's mean loss; returns what the step reports.
-    All means are over the global batch, so that microbatches and ranks change nothing."""
+    """Add the gradient of the batch's mean loss to the parameters' .grad; returns what the step logs. All
+    means are over the global batch, so that microbatches and ranks change nothing."""
     loss = LOSSES[config.loss]
-    totals: dict[str, Tensor] = {}
+    totals = {}  # of each metric, for `describe_step`
     total_loss = torch.zeros((), device=policy.device)
     z0 = None
     if config.perception == "sample":
-        draw_rejections(policy, batch, config)
+        decide_verdicts(policy, batch, config)
     if loss.needs_mismatched:
         z0 = kto_reference_point(policy, batch, config)
 
-    policy.zero_grad()
-    taught = [sequence for sequence in batch.sequences if not sequence.is_idle]
-    for x in microbatches(policy, taught, config, batch.step, z0):  # of this rank
-        logps = log_probs(policy, x.rows, config.logits_temperature)
-        log_ratio, d = log_ratios(logps, x, config)
-        weight = None
+    active = [sequence for sequence in batch.sequences if not sequence.is_idle]
+    for x in microbatches(policy, active, config, batch.step, z0):  # of this rank
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
+            x.logps = log_probs(policy, x.packed, config.logits_temperature)
+        take_log_ratios(x, config)
         if config.taper:  # ours: the gradient of worse completions fades
-            to_sampler = logps - x.sampler_logps
-            in_pairs = loss.unit == "pair"
-            weight = taper_weight(
-                to_sampler, x.sampler_logps, x.mask, ~x.is_chosen, x.mean_surprisal, in_pairs)
-            log_ratio = weight * log_ratio + (1 - weight) * log_ratio.detach()
-        perceived, passes = perceive(log_ratio, x, config)
-        perceived.retain_grad()
-        losses = loss.compute(x, d, perceived, config)
+            x.taper = taper_weight(x.logps - x.sampler_logps, x.sampler_logps, x.mask, ~x.is_chosen,
+                                   x.mean_surprisal, in_pairs=loss.unit == "pair")
+            x.log_ratio = x.taper * x.log_ratio + (1 - x.taper) * x.log_ratio.detach()
+        if x.log_ratio is not None:
+            x.perceived, x.is_low, x.is_high = perceive(x.log_ratio, x, config)
+        losses = loss.compute(x, config)
         mean_loss = x.share * share_of_mean(losses, x, batch, config)
         scale = WORLD_SIZE if config.shard else 1  # FSDP takes the ranks' mean
         (mean_loss * scale).backward()
         if x.share:
             total_loss += mean_loss.detach()
-            note_metrics(totals, x, logps, log_ratio, d, perceived, passes, weight, config)
+            add_metrics(totals, x, config)
 
     # A gradient for every parameter, even on a rank without work: the sum over all ranks.
-    parameters = [p for p in policy.parameters() if p.requires_grad]
+    parameters = trained(policy).values()
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     if WORLD_SIZE > 1 and not config.shard:  # sharded, the backward pass has added them up
         pending = [dist.all_reduce(p.grad, async_op=True) for p in parameters]
-        for one in pending:
-            one.wait()
+        for reduction in pending:
+            reduction.wait()
     return describe_step(batch, totals, total_loss, z0, config)
 
 @torch.no_grad()
-def note_metrics(totals: dict[str, Tensor], x: Microbatch, logps: Tensor, log_ratio: Tensor, d: Tensor,
-                 perceived: Tensor, passes: Tensor, weight: Tensor | None, config: Config) -> None:
-    """Add a microbatch's metrics to the step's totals: a sum and a count each, or of a name in `_max` the
-    largest value. A metric is a line: its name, (N, T) or (N,) values, and where they count."""
-    found = {
-        "logp": (logps, x.mask),
-        "logp_wanted": (logps, x.mask & x.is_chosen[:, None]),
-        "log_ratio": (log_ratio, x.mask),
-        "log_ratio_max": (log_ratio, x.mask),
-        "drift": (log_ratio.abs(), x.mask),
-        "unclamped": (passes, x.mask),
-        "clamped_low": (perceived > log_ratio, x.mask),
-        "clamped_high": (perceived < log_ratio, x.mask),
+def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> None:
+    """Add a microbatch's metrics to the step's totals: for each a sum and a count, or the largest value. A
+    metric is a line: its name, values, and where they count, both (N, T) or (N,)."""
+    x.metrics |= {
+        "logp": (x.logps, x.mask),
+        "logp_wanted": (x.logps, x.mask & x.is_chosen[:, None]),
     }
-    if config.needs_reference:
-        found["kl"] = token_kl(d), x.mask
-    if config.taper:
-        found["taper_weight"] = weight[:, 0], ~x.is_chosen
-    if LOSSES[config.loss].unit == "group":
-        stopped = (perceived.grad == 0) & x.mask  # by the clip of the loss itself
-        found["clip_low"] = stopped & (x.advantages < 0)[:, None], x.mask
-        found["clip_high"] = stopped & (x.advantages > 0)[:, None], x.mask
-    else:
-        reward = config.beta * perceived.sum(-1)
-        found["reward_chosen"] = reward, x.is_chosen
-        found["reward_rejected"] = reward, ~x.is_chosen
+    if x.log_ratio is not None:
+        x.metrics |= {
+            "log_ratio": (x.log_ratio, x.mask),
+            "log_ratio_max": (x.log_ratio, x.mask),
+            "drift": (x.log_ratio.abs(), x.mask),
+            "unclamped": (~(x.is_low | x.is_high), x.mask),
+            "clamped_low": (x.is_low, x.mask),
+            "clamped_high": (x.is_high, x.mask),
+        }
+    if x.d is not None:
+        x.metrics["kl"] = token_kl(x.d), x.mask
+    if x.taper is not None:
+        x.metrics["taper_weight"] = x.taper[:, 0], ~x.is_chosen
     if x.sampler_logps is not None:
-        to_sampler = logps - x.sampler_logps
+        to_sampler = x.logps - x.sampler_logps
         importance = to_sampler.sum(-1).double().clamp(-300, 300).exp()
-        every_one = torch.ones_like(x.is_chosen)
-        found["importance"] = importance, every_one
-        found["importance_squared"] = importance**2, every_one
+        everywhere = torch.ones_like(x.is_chosen)
+        x.metrics["importance"] = importance, everywhere
+        x.metrics["importance_squared"] = importance**2, everywhere
         if config.draws_outside:
-            found["sampler_gap"] = to_sampler.abs(), x.mask
-    for name, (values, where) in found.items():
+            x.metrics["sampler_gap"] = to_sampler.abs(), x.mask
+    for name, (values, where) in x.metrics.items():
         if name.endswith("_max"):
             largest = values.masked_fill(~where, -math.inf).max()
             totals[name] = torch.maximum(totals.get(name, largest), largest)
@@ -663,30 +719,28 @@ def note_metrics(totals: dict[str, Tensor], x: Microbatch, logps: Tensor, log_ra
             count = where.sum().double()
             totals[name] = totals.get(name, 0) + torch.stack([total, count])
 
-def log_ratios(logps: Tensor, x: Microbatch, config: Config) -> tuple[Tensor, Tensor]:
-    """(N, T) each: the log-ratio to perceive, to the old policy if plain and online; d to the reference."""
-    old_logps = x.old_logps
-    if old_logps is None:
-        old_logps = logps.detach()
-    to_old = logps - old_logps
-    if not config.needs_reference:
-        return to_old, to_old
-    if x.ref_logps is None:
-        raise ValueError("these sequences have no ref_logps: call sync of a Reference first")
-    d = logps - x.ref_logps
-    if config.takes_old_policy:
-        return to_old, d
-    return d, d
+def take_log_ratios(x: Microbatch, config: Config) -> None:
+    """Fill in d, if anything asks for it, and the log-ratio to perceive, if the loss takes one."""
+    if config.needs_reference:
+        if x.ref_logps is None:
+            raise ValueError("these sequences have no ref_logps: call sync and score of a Reference first")
+        x.d = x.log_ratio = x.logps - x.ref_logps
+    if config.ratio_to_old:
+        old_logps = x.logps.detach() if x.old_logps is None else x.old_logps
+        x.log_ratio = x.logps - old_logps
 
-def perceive(log_ratio: Tensor, x: Microbatch, config: Config) -> tuple[Tensor, Tensor]:
-    """d̃, and where it passes a gradient: two (N, T) tensors."""
+def perceive(log_ratio: Tensor, x: Microbatch, config: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """d̃ of a log-ratio, (N, T) of tokens or (N, 1) of sequences, and where perception stops the gradient
+    because it is too low, and where because it is too high: three tensors of the same shape."""
     if config.perception == "clip":
         low = config.log_eps_p
         high = config.log_eps_r
-        return humanline_clip(log_ratio, low, high), (log_ratio >= low) & (log_ratio <= high)
-    if config.perception == "sample" and x.rejected is not None:
-        return torch.where(x.rejected, log_ratio.detach(), log_ratio), ~x.rejected
-    return log_ratio.clone(), torch.ones_like(x.mask)
+        return humanline_clip(log_ratio, low, high), log_ratio < low, log_ratio > high
+    verdicts = torch.zeros_like(log_ratio, dtype=torch.int8)
+    if config.perception == "sample" and x.verdicts is not None:  # the mismatched ones of z₀ have none
+        verdicts = x.verdicts
+    perceived = torch.where(verdicts != 0, log_ratio.detach(), log_ratio)
+    return perceived, verdicts < 0, verdicts > 0
 
 def share_of_mean(losses: Tensor, x: Microbatch, batch: "Batch", config: Config) -> Tensor:
     """A microbatch's share of the mean loss of the whole batch, whose counts it is divided by."""
@@ -703,33 +757,34 @@ def share_of_mean(losses: Tensor, x: Microbatch, batch: "Batch", config: Config)
     return (losses * x.mask).sum() / tokens
 
 def log_ratios_before(policy: Module, sequences: list[Sequence], batch: "Batch",
-                      config: Config) -> tuple[Microbatch, Tensor]:
-    """Before any gradient, on every rank's CPU: these sequences as one struct, their (N, T) log-ratios."""
+                      config: Config) -> Microbatch:
+    """The record of these sequences before any gradient, up to the log-ratio, on every rank's CPU."""
     x = make_microbatch([[sequence] for sequence in sequences], torch.device("cpu"), batch.step)
-    logps = pad_sequence(sequence_logps(policy, sequences, config), batch_first=True)
-    log_ratio, _ = log_ratios(logps, x, config)
-    return x, log_ratio
+    x.logps = pad_sequence(sequence_logps(policy, sequences, config), batch_first=True)
+    take_log_ratios(x, config)
+    return x
 
-def draw_rejections(policy: Module, batch: "Batch", config: Config) -> None:
-    """--perception sample: decide each token's fate first, as M_P and M_R are maxima over the batch."""
+def decide_verdicts(policy: Module, batch: "Batch", config: Config) -> None:
+    """--perception sample: decide about each token before the step, as M_P and M_R are maxima over the
+    batch."""
     if not batch.sequences:  # rollouts without a difference
         return
-    x, log_ratio = log_ratios_before(policy, batch.sequences, batch, config)
-    d = log_ratio[x.mask]
+    x = log_ratios_before(policy, batch.sequences, batch, config)
+    d = x.log_ratio[x.mask]
     generator = torch.Generator().manual_seed(seed_for(config.seed, "reject", batch.step))
-    rejected = humanline_rejected(d, torch.ones_like(d), config.gamma_p, config.gamma_r, config.beta_p,
-                                  config.beta_r, generator)
+    verdicts = humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), config.gamma_p, config.gamma_r,
+                                  config.beta_p, config.beta_r, generator)
     lengths = x.mask.sum(-1).tolist()
-    for sequence, tokens in zip(batch.sequences, rejected.split(lengths)):
-        sequence.rejected = tokens
+    for sequence, tokens in zip(batch.sequences, verdicts.split(lengths)):
+        sequence.verdicts = tokens
 
 def kto_reference_point(policy: Module, batch: "Batch", config: Config) -> Tensor:
     """z₀ = max(0, mean over mismatched pairs of Σ_t d̃_t), one number for the whole batch, in nats."""
-    is_policy = config.takes_old_policy and all(sequence.old_logps is None for sequence in batch.mismatched)
-    if is_policy or not batch.mismatched:  # of the policy itself d is 0
+    is_policy = config.ratio_to_old and all(sequence.old_logps is None for sequence in batch.mismatched)
+    if is_policy or not batch.mismatched:  # the log-ratio of the policy to itself is 0
         return torch.zeros((), device=policy.device)
-    x, log_ratio = log_ratios_before(policy, batch.mismatched, batch, config)
-    perceived, _ = perceive(log_ratio, x, config)
+    x = log_ratios_before(policy, batch.mismatched, batch, config)
+    perceived, _, _ = perceive(x.log_ratio, x, config)
     z0 = perceived.sum(-1).mean().clamp(min=0)
     return z0.to(policy.device)
 
@@ -737,7 +792,7 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
                   config: Config) -> dict[str, float]:
     """What a step reports, over all ranks; tests/claims/metrics.md says what each name means."""
     report = {"loss": 0.0, "reward": batch.reward}
-    sums: dict[str, Tensor] = {}
+    sums = {}
     of_this_rank = {name: total.cpu() for name, total in totals.items()}
     for loss_of_rank, totals_of_rank in gather_from_ranks((float(loss), of_this_rank)):
         report["loss"] += loss_of_rank
@@ -755,10 +810,8 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
         report["completion_length"] = fmean(lengths)
     if "importance" in report:
         report["ess"] = report.pop("importance") ** 2 / report.pop("importance_squared")
-    if LOSSES[config.loss].unit != "group":
-        chosen = report.pop("reward_chosen", 0.0)
-        rejected = report.pop("reward_rejected", 0.0)
-        report["reward_margin"] = chosen - rejected
+    if {"reward_chosen", "reward_rejected"} & report.keys():
+        report["reward_margin"] = report.pop("reward_chosen", 0.0) - report.pop("reward_rejected", 0.0)
     if config.draws_outside:
         report["lag"] = (batch.step - 1) % config.sample_every
     if batch.no_difference is not None:
@@ -771,11 +824,11 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
 # ---------- The run -----------------------------------------------------------------------------------------
 
 class Run:
-    """All that the loop works with: rows, policy, sampler, batches, reference, optimizer, its folder."""
+    """What training needs beside the method: the run's folder and its lock, logs, measurements, signals. Skip
+    it to read the method."""
 
     def __init__(self, config: Config, stack: contextlib.ExitStack):
-        """Check, load, resume, and lock the run's folder until `stack` closes. User errors are found here,
-        the cheapest check first, before anything is written."""
+        """Check the folder. Errors of the user are found before anything is written, the cheapest first."""
         import transformers
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -783,95 +836,97 @@ class Run:
         self.stack = stack
         self.started, self.shown_at = time.perf_counter(), -math.inf
         self.stopped_at: int | None = None  # the step after which a signal ended the run
-        self.known: dict[str, float] = {}  # the latest of all metrics, and those from before the first step
+        self.latest: dict[str, float] = {}  # of every metric, and those from before the first step
         self.watch = Watch()
         self.signals = note_signals(stack)
         require(config.model, "--model names nothing; give it a Hugging Face name or a folder")
         require(config.data, "--data names nothing; give it a file or a hub name")
-        device = join_ranks()
+        require(not config.eval_every or config.eval_data,
+                f"--eval-every {config.eval_every} has nothing to measure on; add --eval-data ROWS")
+        self.device = join_ranks()
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; start torchrun")
+        require(not config.taper or not config.sample_every or config.top_p == 1,
+                "--taper compares log-probs over the whole vocabulary; online it needs --top-p 1")
         new_name = time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")
         self.out = Path(from_first_rank(lambda: config.out or new_name))
         from_first_rank(lambda: check_folder(self.out, config))
-        checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
+        self.checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
 
-        self.rows = [row for source in config.data for row in read_rows(source, config, "--data")]
-        self.eval_rows = []
-        if config.eval_data is not None:
-            self.eval_rows = read_rows(config.eval_data, config, "--eval-data")[: config.eval_prompts]
-        prompts = {str(row.prompt) for row in self.rows}
+    def check_rows(self, rows: list["Row"]) -> None:
+        """Read --eval-data, too. All ranks must have the same rows."""
+        config = self.config
+        self.rows = rows
+        held_out = read_rows(config.eval_data, config, "--eval-data") if config.eval_data else []
+        self.eval_rows = held_out[: config.eval_prompts]
+        prompts = {str(row.prompt) for row in rows}
         seen = sum(str(row.prompt) in prompts for row in self.eval_rows)
         if seen:
             warn(f"--eval-data: {seen} of its prompts are in --data, too")
-        fields = json.dumps([row.fields for row in self.rows], default=str)
-        fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # by which a resumed run knows them again
-        if Path(config.model).is_dir():
-            fingerprint += from_first_rank(lambda: str(hashes(Path(config.model), "*.safetensors")))
-        told = gather_from_ranks(f"{config} {fingerprint}")
-        require(len(set(told)) == 1, "the ranks have different flags or rows")
+        fields = json.dumps([row.fields for row in rows], default=str)
+        self.fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # a resumed run must have the same
+        files = [*Path(config.model).glob("*.safetensors")]
+        for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
+            file = Path(spec.rpartition(":")[0])
+            require(file.exists(), f"{flag} {spec}: No such file: {file}; write FILE.py:function")
+            files.append(file)
+        self.fingerprint += from_first_rank(lambda: str(hashes(files)))
+        settings = gather_from_ranks(f"{config} {self.fingerprint}")
+        require(len(set(settings)) == 1, "the ranks have different flags or rows")
 
-        self.policy, tokenizer = load_policy(config, device)
-        self.sampler = Sampler(self.policy, tokenizer, config)
-        groups = encode_rows(self.rows, self.sampler, online=config.sample_every > 0)
-        known = len(self.policy.get_input_embeddings().weight)
-        for group in groups:
-            texts = (group.prompt, *group.completions)
-            require(all(texts) and max(map(max, texts)) < known,
-                    f"{self.rows[group.row].where}: the tokenizer of --model {config.model} makes no tokens "
-                    "of it, or some that the model does not know; use the model's own")
+    def begin(self, sampler: "Sampler", batches: "Batches", optimizer: torch.optim.Optimizer,
+              reference: "Reference") -> None:
+        """Check what is left, lock the folder until the run's stack closes, resume, and take up the files."""
+        config = self.config
+        self.sampler, self.policy = sampler, sampler.policy
+        self.batches, self.optimizer = batches, optimizer
+        batches.fingerprint = self.fingerprint + str(sampler.tokenizer.chat_template)
         self.eval_groups = []
         if self.eval_rows:
-            self.eval_groups = encode_rows(self.eval_rows, self.sampler, "--eval-data", online=True)
-        self.sampler.check_rows(self.eval_rows + self.rows if config.sample_every else self.eval_rows)
-        self.batches = Batches(config, groups, self.sampler.longest, fingerprint)
-        from_first_rank(lambda: lock(self.out, config, stack))
-        self.optimizer = torch.optim.AdamW(trained(self.policy).values(), lr=config.lr, eps=config.adam_eps,
-                                           weight_decay=config.weight_decay, fused=True)
-        self.reference = Reference(self.policy, self.batches, config)
+            self.eval_groups = encode_rows(self.eval_rows, sampler, "--eval-data", online=True)
+        from_first_rank(lambda: lock(self.out, config, self.stack))
         if config.sampler != "generate":
-            path, _, name = find_file(config.sampler).rpartition(":")
-            with explained(f"--sampler {config.sampler}", "name a function of a file"):
-                self.sampler.external = runpy.run_path(path)[name](self)
-        self.first = 1  # step
-        if checkpoint:
-            self.first += load_checkpoint(checkpoint, self.optimizer, self.reference)
-
+            path, _, name = config.sampler.rpartition(":")
+            with explained(f"--sampler {config.sampler}", "see the docstring of configs/external.py"):
+                sampler.external = runpy.run_path(path)[name](self).__call__  # None has none
+        first = 1
+        if self.checkpoint:
+            first += load_checkpoint(self.checkpoint, optimizer, reference)
         if RANK == 0:
-            self.tracker = start_tracker(config, self.out) if config.track else None
-            self.take_up_folder(is_new=checkpoint is None)
-            describe(self, len(groups))
+            self.track = start_tracker(config, self.out) if config.track else None
+            self.take_up_folder(first)
+            describe(self, first)
             warn_of_oddities(self)
         for line in from_first_rank(lambda: read_lines(self.out / "metrics.jsonl")):
             self.watch(line)
-            self.known |= line
-        steps = self.batches.steps
-        self.progress = tqdm(range(self.first, steps + 1), config.loss, steps, initial=self.first - 1,
-                             **{"disable": True} if RANK else {})
+            self.latest |= line
+        self.steps = tqdm(range(first, batches.steps + 1), config.loss, batches.steps, initial=first - 1,
+                          **{"disable": True} if RANK else {})
+        if first == 1:
+            self.latest = {f"{name}_before": value for name, value in self.measure(0).items()}
 
-    def take_up_folder(self, is_new: bool) -> None:
-        """Make the folder's files those of a run that is about to take its first step, or to go on."""
+    def take_up_folder(self, first: int) -> None:
+        """Make the folder's files those of a run whose next step is `first`."""
         for unfinished in [*self.out.glob("checkpoint/.step-*"), *self.out.glob(".final-*")]:
             shutil.rmtree(unfinished)  # of a killed process
         (self.out / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
         for file in map(self.out.joinpath, LINES):
-            if file.exists() and is_new:
+            if file.exists() and not self.checkpoint:
                 kept = file.rename(file.with_stem(f"{file.stem}-{time.time_ns()}"))
                 warn(f"no whole checkpoint, so the run starts afresh; what it wrote is kept as {kept}")
             elif file.exists():
-                cut_lines(file, self.first)  # later steps are done again
-
+                cut_lines(file, first)  # later steps are done again
 
     def measure(self, step: int) -> dict[str, float]:
         """On --eval-data: `accuracy`, the mean reward of new samples, and `greedy`, of greedy completions."""
-        found = {}
+        measured = {}
         for name, size in {"accuracy": self.config.eval_samples, "greedy": 1}.items():
             if self.eval_groups:
                 rollouts = self.sampler.draw_rollouts(
                     self.eval_groups, self.eval_rows, size, EVALUATION + step, greedy=name == "greedy")
-                found[name] = fmean(fmean(group.rewards) for group in rollouts)
+                measured[name] = fmean(fmean(group.rewards) for group in rollouts)
                 if name == "accuracy":
                     self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step)
-        return found
+        return measured
 
     def keep_rollouts(self, file: str, rollouts: list[Group], rows: list["Row"],
                       step: int) -> dict[str, float]:
@@ -903,7 +958,8 @@ class Run:
         """Write a step's report to metrics.jsonl, --track and the progress bar, and warn of what it shows.
         Raises UserError where a sampler that should have the policy's weights gives others' log-probs."""
         # Below a --top-p of 1 they are those among the tokens left, larger by -log(top_p) at most.
-        limit = SAMPLER_GAP[self.policy.is_fp32] - math.log(self.config.top_p)
+        is_fp32 = self.policy.dtype == torch.float32 and not self.config.is_mixed
+        limit = SAMPLER_GAP[is_fp32] - math.log(self.config.top_p)
         gap = line.get("sampler_gap", 0.0)
         if line.get("lag") == 0 and gap > limit:
             raise UserError(
@@ -911,17 +967,17 @@ class Run:
                 f"policy, of the same weights, more than {limit:.3g}; compare dtypes and versions, and see "
                 "whether it takes all new weights (a tied head?); then --resume latest")
         if line["step"] == 1:
-            line |= self.known
+            line |= self.latest
         if self.policy.device.type == "cuda":
             line["memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        self.known |= line
+        self.latest |= line
         for warning in self.watch(line):
             warn(f"step {line['step']}: {warning}")
         if RANK == 0:
             append_lines(self.out / "metrics.jsonl", [line])
-            if self.tracker:
-                self.tracker.log(line, step=line["step"])
-        self.progress.set_postfix(loss=line["loss"], reward=line.get("reward"), refresh=False)
+            if self.track:
+                self.track(line, step=line["step"])
+        self.steps.set_postfix(loss=line["loss"], reward=line.get("reward"), refresh=False)
 
     def finish(self) -> None:
         """Write the final folder, unless a signal ended the run."""
@@ -941,9 +997,9 @@ class Watch:
     completion, the policy unlearns them along with the others (tests/claims counts how often it is so)."""
 
     def __init__(self):
-        self.warned: set[str] = set()
+        self.warned = set()
         self.length = 0.0  # of the first batch's completions: they may grow, which is no collapse
-        self.wanted: deque[float] = deque(maxlen=12)
+        self.wanted = deque(maxlen=12)
         self.best = -math.inf
 
     def __call__(self, line: dict[str, float]) -> list[str]:
@@ -973,13 +1029,11 @@ def append_lines(path: Path, lines: Iterable[dict]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 def read_lines(path: Path) -> list[dict]:
-    """What a file's lines hold, without those that a crash cut off or the disk damaged."""
+    """What a file's lines hold, without those that a crash cut off."""
     lines = []
     for text in path.open("rb") if path.exists() else ():
         with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and "step" in line:
-                lines.append(line)
+            lines.append(json.loads(text))
     return lines
 
 def cut_lines(path: Path, end: int) -> None:
@@ -989,12 +1043,13 @@ def cut_lines(path: Path, end: int) -> None:
     append_lines(kept, [line for line in read_lines(path) if line["step"] < end])
     kept.replace(path)
 
-def start_tracker(config: Config, out: Path) -> Any:
-    """The module that --track names, told of the run; its `log` takes each line of the metrics."""
-    with explained(f"--track {config.track}", "pip install it, and log in"):
+def start_tracker(config: Config, out: Path) -> Callable:
+    """The `log` of the module that --track names, told of the run. It takes each line of the metrics."""
+    with explained(f"--track {config.track}", "pip install it, and log in",
+                   attribute="name wandb, or a module with its functions init and log, such as trackio"):
         tracker = importlib.import_module(config.track)
         tracker.init(project="humanline", name=out.name, config=dataclasses.asdict(config))
-    return tracker
+        return tracker.log
 
 def check_folder(out: Path, config: Config) -> None:
     """Raises UserError where the run's folder holds another run, or files of other origin with its names."""
@@ -1003,22 +1058,19 @@ def check_folder(out: Path, config: Config) -> None:
     require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
     for name in "config.toml", *LINES, "checkpoint":
         require(is_run or not (out / name).exists(),
-                f"--out {out}: its {name} was not written by a run of humanline.py; choose another folder")
+                f"--out {out}: {name} there was not written by this version of humanline.py; choose "
+                "another folder")
     require(config.resume is not None or not is_run,
             f"--out {out} holds a run that did not finish; go on with --resume latest, or choose another")
 
 def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
     """Make the run's folder, and hold its lock until `stack` closes or the process ends."""
-    with explained(f"--out {out!s:.60}", "choose another folder"):
+    with explained(f"--out {out!s:.60}", "choose another folder",
+                   unavailable="another process trains into it; choose another folder"):
         out.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(ImportError):  # Windows has no such locks
-        import fcntl
         descriptor = os.open(out, os.O_RDONLY)
         stack.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {out}: another process trains into it; choose another folder") from None
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     check_folder(out, config)  # again: another run may have come and gone
 
 def note_signals(stack: contextlib.ExitStack) -> list[int]:
@@ -1033,10 +1085,8 @@ def note_signals(stack: contextlib.ExitStack) -> list[int]:
         if number == signal.SIGINT and WORLD_SIZE == 1:  # a second one stops at once
             signal.signal(number, signal.default_int_handler)
 
-    for name in "SIGINT", "SIGTERM", "SIGHUP":
-        if hasattr(signal, name):  # Windows has no SIGHUP
-            number = getattr(signal, name)
-            stack.callback(signal.signal, number, signal.signal(number, note))
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        stack.callback(signal.signal, number, signal.signal(number, note))
     return received
 
 # ---------- Models ------------------------------------------------------------------------------------------
@@ -1070,14 +1120,14 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
             require(tokenizer.chat_template or not config.template_values,
                     f"--template-values: {name} has no template")
-            tokenizer.template_values = dict(json.loads(config.template_values or "{}"))
+            with explained("--template-values", "write JSON, such as '{\"enable_thinking\": false}'"):
+                values = dict(json.loads(config.template_values or "{}"))
+            values.setdefault("date_string", "26 Jul 2024")  # one for ever: else no resume on the next day
+            tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
             policy = load_weights(config, device)
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence "
                 "token, so completions could not end; set eos_token in tokenizer_config.json")
-        policy.is_mixed = config.dtype == "mixed" or (config.dtype == "auto" and pays_mixed(policy, device))
-        if config.lora and config.dtype == "bfloat16":
-            policy.is_mixed = True  # adapters are fp32 however --dtype sets the rest
-        policy.is_fp32 = policy.dtype == torch.float32 and not policy.is_mixed
+        config.is_mixed = is_mixed(policy, config)
         if config.lora:
             add_adapters(policy, config)
         switch_off_dropout(policy)
@@ -1093,9 +1143,8 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             shard(policy, layers, device, config)
         policy.to(device)
     policy.train()
-    policy.shares_prompts = False
     check_output_head(policy, config)
-    policy.shares_prompts = all(gather_from_ranks(can_share_prompts(policy)))  # all ranks cut batches alike
+    config.shares_prompts = all(gather_from_ranks(can_share_prompts(policy, config)))  # all ranks cut alike
     return policy, tokenizer
 
 def load_weights(config: Config, device: torch.device) -> Module:
@@ -1133,8 +1182,8 @@ def add_adapters(policy: Module, config: Config) -> None:
         policy.add_adapter(LoraConfig(r=config.lora, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
                                       target_modules="all-linear"))
     for p in policy.parameters():
-        is_fp32 = p.requires_grad or not policy.is_mixed
-        p.data = p.data.to(torch.float32 if is_fp32 else torch.bfloat16)
+        stays_fp32 = p.requires_grad or not config.is_mixed
+        p.data = p.data.to(torch.float32 if stays_fp32 else torch.bfloat16)
     for module in policy.modules():
         if hasattr(module, "lora_A"):  # autocast casts what it must; peft would keep a copy for each adapter
             module.cast_input_dtype_enabled = False
@@ -1156,7 +1205,7 @@ def shard(policy: Module, layers: list[Module], device: torch.device, config: Co
     """FSDP2: each rank keeps its part of every layer's weights, and gathers a layer when it is needed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-    precision = MixedPrecisionPolicy(torch.bfloat16 if policy.is_mixed else None, torch.float32)
+    precision = MixedPrecisionPolicy(torch.bfloat16 if config.is_mixed else None, torch.float32)
     for module in [*layers, policy]:  # resharded, so that parameters() are always the shards
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.completion_logps = functools.partial(completion_logps, policy)
@@ -1164,24 +1213,22 @@ def shard(policy: Module, layers: list[Module], device: torch.device, config: Co
 
 @torch.no_grad()
 def check_output_head(policy: Module, config: Config) -> None:
-    """Raises UserError where `log_probs` is not the model's own log-softmax, or is random."""
+    """Raises UserError where `log_probs` is not the model's own log-softmax."""
     ids = torch.arange(8, device=policy.device)[None] % policy.config.get_text_config().vocab_size
     sequence = Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())
-    ours = log_probs(policy, [[sequence]])
-    again = log_probs(policy, [[sequence]])
-    with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.is_mixed):
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
+        ours = log_probs(policy, [[sequence]])
         logits = policy(input_ids=ids, use_cache=False).logits
     theirs = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    tolerance = 0.005 if policy.is_fp32 else 0.05
+    tolerance = 0.005 if policy.dtype == torch.float32 and not config.is_mixed else 0.05
     name = f"--model {config.model}"
     require(logits.isfinite().all(), f"{name}: its logits are not finite numbers; its weights are spoilt")
-    require(torch.allclose(ours, again, rtol=0, atol=1e-3), f"{name}: its log-probs are random in training "
-            "(not by dropout, which is off), so its log-ratio with itself would not be 0")
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
-            f"{name}: its logits are not hidden states times output embeddings, which token_logps needs")
+            f"{name}: its logits are not hidden states times output embeddings, which token_logps needs, or "
+            "they are random in training")
 
 @torch.no_grad()
-def can_share_prompts(policy: Module) -> bool:
+def can_share_prompts(policy: Module, config: Config) -> bool:
     """Whether tokens meet in nothing but full attention, with the mask and positions that it is given."""
     text = policy.config.get_text_config()
     window = "sliding" if getattr(text, "sliding_window", None) else "full_attention"
@@ -1190,17 +1237,19 @@ def can_share_prompts(policy: Module) -> bool:
         return False
     pair = [Sequence([1, 2, 3, 4], [5, 6, 7]), Sequence([1, 2, 3, 4], [7, 6])]
     with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):  # it may raise anything
-        in_one_row = log_probs(policy, [pair])
-        in_own_rows = log_probs(policy, [[sequence] for sequence in pair])
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
+            in_one_row = log_probs(policy, [pair])
+            in_own_rows = log_probs(policy, [[sequence] for sequence in pair])
         return torch.allclose(in_one_row, in_own_rows, rtol=0.05, atol=0.05)
     return False
 
-def pays_mixed(policy: Module, device: torch.device) -> bool:
-    """Whether `--dtype auto` takes bf16 autocast: on a GPU; large models, where a CPU multiplies in bf16."""
-    if device.type != "cpu":
-        return device.type == "cuda"
+def is_mixed(policy: Module, config: Config) -> bool:
+    """Whether weights are fp32 and products bf16. `--dtype auto` does so on a GPU, and for large models on a
+    CPU that multiplies in bf16."""
+    if config.dtype != "auto":
+        return config.dtype == "mixed" or (config.lora > 0 and config.dtype == "bfloat16")  # fp32 adapters
     is_large = sum(p.numel() for p in policy.parameters()) >= 20_000_000
-    return is_large and torch.cpu._is_avx512_bf16_supported()
+    return torch.cuda.is_available() or (is_large and torch.cpu._is_avx512_bf16_supported())
 
 # ---------- Data --------------------------------------------------------------------------------------------
 # Rows on disk -> groups of rewarded completions -> batches.
@@ -1221,7 +1270,7 @@ class Row:
 def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
     """Read NAME[:[CONFIG:]SPLIT] and check every row; raises UserError naming the first bad one."""
     source = f"{flag} {spec}"
-    rows: dict[Any, Row] = {}
+    rows = {}
     dropped = 0
     for number, fields in enumerate(itertools.islice(read_table(spec, source), config.limit), 1):
         where = f"{source} row {number}"
@@ -1261,10 +1310,16 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
             return datasets.Dataset.from_parquet(spec)
         if kind == ".csv":
             import pandas
-            texts = pandas.read_csv(spec, dtype=str, keep_default_na=False, na_values=[""], index_col=False)
+            texts = pandas.read_csv(spec, dtype=str, keep_default_na=False, na_values=[""])
+            require(isinstance(texts.index, pandas.RangeIndex),
+                    f"{source} row 1: more values than columns; quote a text that holds a comma")
             return datasets.Dataset.from_pandas(texts)
         name, *parts = spec.split(":")
         split = parts.pop() if parts else "train"
+        if Path(name).is_dir():
+            files = datasets.load_dataset_builder(name, *parts).config.data_files[split]
+            if Path(files[0]).suffix in (".jsonl", ".json", ".csv"):
+                return [row for file in files for row in read_table(file, source)]
         return datasets.load_dataset(name, *parts, split=split)
 
 def read_json(path: Path, source: str) -> Iterator[dict]:
@@ -1296,12 +1351,7 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     `label`, or alone, to be sampled from. Answers may be whole dialogues, whose common turns are the prompt;
     None is returned where not just an answer follows those."""
     fields = {name: value for name, value in fields.items() if value is not None}  # None fills gaps
-    known = dict(fields)
-    for theirs, ours in COLUMN_NAMES.items():
-        if theirs in fields:
-            known.setdefault(ours, fields[theirs])
-    is_both = {"chosen", "completions"} <= fields.keys()
-    require(not is_both, f"{where}: both a pair and a group; leave one out")
+    known = {COLUMN_NAMES.get(name, name): value for name, value in fields.items()} | fields
     answers, rewards = find_answers(known, where)
     row = Row(where, [], fields, rewards=rewards)
     row.labelled = len(answers) == 1 and "label" in known
@@ -1325,35 +1375,42 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         with explained(f"{where}: --prompt-template", "name a column of the rows"):
             text = re.sub(r"\{([a-zA-Z_]\w*)\}", lambda name: str(known[name[1]]), config.prompt_template)
         row.prompt[-1]["content"] = text
-    if config.system is not None and row.prompt[0]["role"] != "system":
-        row.prompt.insert(0, dict(role="system", content=config.system))
+    system = known.get("system") or config.system
+    if system is not None and row.prompt[0]["role"] != "system":
+        row.prompt.insert(0, dict(role="system", content=system))
     return row
 
 def find_answers(known: dict, where: str) -> tuple[list, list[float]]:
-    """A row's answers, texts or messages, with their rewards or labels."""
+    """A row's answers, texts or messages, with their rewards or labels. A group counts before a pair."""
     answers, rewards = [], []
     if "completions" in known:
         answers = known["completions"]
         rewards = known["scores"]
     elif "chosen" in known:
         answers = [known["chosen"], known["rejected"]]
-        rewards = [1, 0]
-        if "output_A" in known:  # HALOs: the label is whether A is better
-            rewards = [known["label"], not known["label"]]
+        rewards = [known["label"] if "output_A" in known else 1, 0]  # HALOs: whether A is better
     elif "completion" in known and {"label", "reward"} & known.keys():
         answers = [known["completion"]]
         rewards = [known.get("label", known.get("reward"))]
     require(len(answers) == len(rewards), f"{where}: {len(answers)} completions have {len(rewards)} scores")
     for i, reward in enumerate(rewards):
         with contextlib.suppress(ValueError):  # of a CSV: 1, 0.5 or True, or else a word
-            rewards[i] = json.loads(reward.lower()) if isinstance(reward, str) else reward
+            rewards[i] = json.loads(str(reward).lower())
         require(isinstance(rewards[i], (int, float)) and abs(rewards[i]) < 1e100,
                 f"{where}: a score or label is {reward!r:.60}; it must be a number below 1e100")
+    if "output_A" in known:
+        rewards[1] = 1 - rewards[0]
+    is_label = "label" in known and "completions" not in known
+    require(not is_label or set(rewards) <= {0, 1, -1},
+            f"{where}: a label is {known.get('label')!r:.60}; it must be 1 or true for a good completion, or "
+            "0, -1 or false; turn ratings into such labels")
     return answers, [float(reward) for reward in rewards]
 
 def read_messages(value: Any, role: str, where: str) -> list[dict]:
     """A text by `role`, or chat messages, as messages; HH-RLHF's "Human:" and "Assistant:" are split."""
     if isinstance(value, str):
+        is_dialogue = re.match(r"(?s)\s*\[\s*\{.*['\"]role['\"]:\s*['\"](system|user|assistant)", value)
+        require(not is_dialogue, f"{where}: chat messages in a text; write the rows as JSON lines")
         before, *parts = re.split(r"\n\n(Human|Assistant): ?", value)
         if role == "assistant" and not before.strip() and len(parts) > 2:
             roles = dict(Human="user", Assistant="assistant")
@@ -1385,10 +1442,14 @@ def split_answers(row: Row, dialogues: list[list[dict]]) -> bool:
     return all(answer["role"] == "assistant" and answer["content"].strip() for answer in answers)
 
 def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
-                online: bool = False) -> list[Group]:
-    """Rows -> groups of token ids; over-long ones are dropped. online: completions are to be drawn."""
+                online: bool | None = None) -> list[Group]:
+    """Rows -> groups of token ids; over-long ones are dropped. online: completions are to be drawn; None: as
+    --sample-every says."""
     config, tokenizer = sampler.config, sampler.tokenizer
+    if online is None:
+        online = config.sample_every > 0
     if online:
+        sampler.check_rows(rows)
         rows = [dataclasses.replace(row, completions=[], tokens=[]) for row in rows]
     has_answers = any(turn["role"] == "assistant" for row in rows for turn in row.prompt)
     if flag == "--data" and has_answers and not tokenizer.chat_template:
@@ -1411,15 +1472,21 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
             group.prompt = os.path.commonprefix([prompt, *wholes])
             stops = sampler.stops
             group.completions = [cut_at_stop([*ids[len(group.prompt):], stops[0]], stops) for ids in wholes]
+        texts = (group.prompt, *group.completions)
+        require(all(texts) and sampler.vocabulary.issuperset(itertools.chain(*texts)),
+                f"{row.where}: the tokenizer of --model {config.model} makes no tokens of it, or some that "
+                "the model does not know; use the model's own")
         room = max(map(len, group.completions), default=config.max_new_tokens)
         if len(group.prompt) <= longest_prompt and len(group.prompt) + room <= longest:
             groups.append(group)
     if foreign:
         warn(f"{flag}: the tokens of {foreign} rows are not what this tokenizer makes of their text, which "
              "is taken instead, with an end; so their sampler is unknown")
+    limits = (f"a prompt must fit in {longest_prompt} tokens, and with its completion in {longest} of the "
+              f"model's {sampler.longest}; see --max-length, --max-prompt-length and --max-new-tokens")
+    require(groups, f"{flag}: no row is left: {limits}")
     if len(groups) < len(rows):
-        warn(f"{flag}: dropped {len(rows) - len(groups)} rows as over-long; see --max-length")
-    require(groups, f"{flag}: no row is left; raise --max-length or --max-prompt-length")
+        warn(f"{flag}: dropped {len(rows) - len(groups)} rows as over-long: {limits}")
     return groups
 
 def are_tokens_of(tokenizer: Any, row: Row) -> bool:
@@ -1428,10 +1495,6 @@ def are_tokens_of(tokenizer: Any, row: Row) -> bool:
     if largest >= len(tokenizer):
         return False
     return tokenizer.batch_decode(row.tokens, skip_special_tokens=True) == row.completions
-
-def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
-    """Up to and with the first of `stops`; without one, all."""
-    return ids[:next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
 
 def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
     """For each row the token ids of its prompt, up to where the model is to go on, and of its prompt with
@@ -1449,10 +1512,7 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
         start = render(tokenizer, row.prompt, add_generation_prompt=True)
         require(is_written(row.prompt, start),
                 f"{row.where}: the model's chat template leaves out a message of its prompt")
-        found = [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
-        require(max(map(len, found)) < 5_000_000,
-                f"{row.where}: a text of 5 million characters or more; cut it or remove the row")
-        texts += found
+        texts += [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
     ids_of = iter(tokenizer(texts, add_special_tokens=is_plain)["input_ids"])
     encoded = [[next(ids_of) for _ in ("prompt", *row.completions)] for row in rows]
     for prompt, *_ in encoded:
@@ -1468,9 +1528,7 @@ TRANSCRIPT = ("{{ bos_token }}{% for turn in messages %}{{ '\n\n' + dict(user='H
               "{% if add_generation_prompt %}{{ '\n\nAssistant:\n' }}{% endif %}")
 
 def render(tokenizer: Any, dialogue: list[dict], **settings: Any) -> str:
-    """A dialogue as the chat template writes it, on one day: else no run could be resumed the next."""
-    told = getattr(tokenizer, "template_values", {})  # --template-values
-    settings = {"date_string": "26 Jul 2024"} | told | settings
+    """A dialogue as the chat template writes it."""
     template = None if tokenizer.chat_template else PLAIN
     return tokenizer.apply_chat_template(dialogue, chat_template=template, tokenize=False, **settings)
 
@@ -1503,17 +1561,20 @@ class Batches:
     """The batches of a run, in order. Offline they are a function of the step; online they are made of
     rollouts. `pending` holds those that are made and not yet trained on."""
 
-    def __init__(self, config: Config, groups: list[Group], longest: int, fingerprint: str = ""):
+    def __init__(self, config: Config, groups: list[Group], longest: int):
         self.config = config
         self.longest = longest
-        self.fingerprint = fingerprint
+        self.fingerprint = ""  # of the rows and the model, if somebody takes one
         self.loss = LOSSES[config.loss]
-        self.pending: deque[Batch] = deque()
+        self.pending = deque()
         self.made_until = 0  # the last step whose batch has been made
-        self.pool: list = groups  # online prompts, offline units with their groups
+        self.prompts = len(groups)
+        self.pool = groups  # online prompts, offline units with their groups
         self.per_step = config.batch_size  # how many of them a step takes
         if config.sample_every and self.loss.unit == "example":  # of which a prompt gives a group
-            self.per_step = math.ceil(config.batch_size / config.group_size)
+            self.per_step, rest = divmod(config.batch_size, config.group_size)
+            require(not rest, f"--batch-size {config.batch_size} counts completions, which come in groups of "
+                    f"--group-size {config.group_size}; use a multiple of it")
         if not config.sample_every:
             require(all(group.completions for group in groups), "--data: prompts without completions, or "
                     "without their labels; draw them with --sample-every 1")
@@ -1522,8 +1583,10 @@ class Batches:
             make_units(groups, config)
             self.pool = [(unit, group) for group in groups for unit in group.units]
             require(self.pool, "--data: no row has a better and a worse completion to learn from")
-        self.steps = config.steps or max(1, len(self.pool) // self.per_step)  # of the whole run
-        self.order: list[int] = []  # of the pool's members, over the run; each epoch has its own
+        require(self.per_step <= len(self.pool), f"--batch-size {config.batch_size}: a step takes "
+                f"{self.per_step} prompts, pairs or examples, and --data has {len(self.pool)}; lower it")
+        self.steps = config.steps or len(self.pool) // self.per_step  # of the whole run
+        self.order = []  # of the pool's members, over the run; each epoch has its own
         needed = self.steps * self.per_step
         for epoch in range(math.ceil(needed / len(self.pool))):
             generator = torch.Generator().manual_seed(seed_for(config.seed, "order", epoch))
@@ -1531,8 +1594,20 @@ class Batches:
         del self.order[needed:]
 
     def of_steps(self, first: int, last: int) -> list:
-        """What the steps from `first` to `last` take from the pool."""
+        """What the steps from `first` to `last` take from the pool: online the prompts to draw for."""
         return [self.pool[i] for i in self.order[(first - 1) * self.per_step : last * self.per_step]]
+
+    def next(self, step: int) -> Batch:
+        """The batch of the next step."""
+        if not self.config.sample_every and not self.pending:
+            self.make(step)
+        return self.pending.popleft()
+
+    def ahead(self, until: int) -> list[Batch]:
+        """The coming batches up to the step `until`, as far as they can be known now."""
+        if not self.config.sample_every:
+            self.make(until)
+        return [batch for batch in self.pending if batch.step <= until]
 
     def make(self, until: int, rollouts: list[Group] | None = None) -> None:
         """Make the batches up to the step `until`: online of the rollouts of the prompts `of_steps`."""
@@ -1547,7 +1622,7 @@ class Batches:
             else:
                 start = (step - first) * self.per_step
                 groups = rollouts[start : start + self.per_step]
-                units = [unit for group in groups for unit in group.units][: self.config.batch_size]
+                units = [unit for group in groups for unit in group.units]
             sequences = [dataclasses.replace(sequence) for unit in units for sequence in unit]
             mismatched = self.mismatch(sequences) if self.loss.needs_mismatched else []
             no_difference = None
@@ -1555,7 +1630,7 @@ class Batches:
                 no_difference = fmean([max(group.rewards) == min(group.rewards) for group in groups])
             reward = fmean([fmean(group.rewards) for group in groups])
             self.pending.append(Batch(step, sequences, mismatched, reward, no_difference))
-        self.made_until = until
+            self.made_until = step
 
     def mismatch(self, sequences: list[Sequence]) -> list[Sequence]:
         """Each prompt with the completion of the next sequence that has another prompt, for z₀."""
@@ -1573,8 +1648,9 @@ def make_units(groups: list[Group], config: Config) -> None:
     mean reward of all groups; and the units that the loss makes of them."""
     loss = LOSSES[config.loss]
     mean_reward = fmean([fmean(group.rewards) for group in groups])
-    # The M_P and M_R of --perception sample are of all tokens.
-    needs_all = loss.unit != "group" or config.kl_beta > 0 or config.perception == "sample"
+    # The M_P and M_R of --perception sample are maxima over all tokens.
+    needs_all = (loss.needs_all or loss.unit != "group" or config.kl_beta > 0
+                 or config.perception == "sample")
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
         one_group = torch.zeros(len(rewards), dtype=torch.long)
@@ -1584,7 +1660,7 @@ def make_units(groups: list[Group], config: Config) -> None:
         group.sequences = []
         for i, completion in enumerate(group.completions):
             advantage = float(advantages[i])
-            sequence = Sequence(group.prompt, completion, group.row, advantage, is_chosen=advantage > 0)
+            sequence = Sequence(group.prompt, completion, advantage, is_chosen=advantage > 0)
             sequence.is_idle = advantage == 0 and not needs_all
             if group.logps:
                 sequence.sampler_logps = torch.tensor(group.logps[i], dtype=torch.float32)
@@ -1605,6 +1681,7 @@ class Sampler:
         with explained(f"--model {config.model}: its chat template fails", "put another in its folder"):
             self.stops = stop_ids(policy, tokenizer)
         self.longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        self.vocabulary = set(range(len(policy.get_input_embeddings().weight)))
         self.external = None  # draws instead of the policy's `generate`
         is_asked = config.sample_every or config.eval_data is not None  # loading one may take its time
         self.reward = Reward(config) if is_asked else None
@@ -1614,7 +1691,7 @@ class Sampler:
         name = self.config.reward
         columns = NEEDED_COLUMNS.get(name) if self.reward else None
         for row in rows if columns else ():
-            require(any(row.fields.get(column) is not None for column in columns),
+            require(row.fields.keys() & columns,
                     f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
 
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
@@ -1625,7 +1702,8 @@ class Sampler:
         repeated = [group for group in prompts for _ in range(size)]
         calls = self.plan_calls(repeated)
         if self.external:
-            drawn = self.external(prompts, size, step, greedy)
+            with explained(f"--sampler {self.config.sampler}", "see the docstring of configs/external.py"):
+                drawn = self.checked(self.external(prompts, size, step, greedy), len(repeated))
         else:
             drawn = self.draw(repeated, calls, step, greedy)
         rewarded = {}
@@ -1651,6 +1729,19 @@ class Sampler:
             rewards = [self.config.reward_failed if reward is None else reward for reward in rewards]
             rollouts.append(Group(group.row, group.prompt, ids, rewards, failed=failed, logps=logps))
         return rollouts
+
+    def checked(self, drawn: list[Completion], count: int) -> list[Completion]:
+        """What a --sampler returned; ValueError where it is not `count` completions, each a list of token ids
+        up to and with the first stop token, or --max-new-tokens long, and a list of their log-probs."""
+        completions = []
+        for ids, logps in drawn:
+            whole = cut_at_stop([*ids, self.stops[0]], self.stops)[: self.config.max_new_tokens]
+            is_whole = whole == ids and self.vocabulary.issuperset(ids)
+            if is_whole and len(logps) == len(ids) and -math.inf < sum(logps) < 0.01:
+                completions.append((ids, [round(value, 5) for value in logps]))
+        if not len(completions) == len(drawn) == count:
+            raise ValueError(f"{drawn!r:.80} is not {count} completions, each as token ids and log-probs")
+        return completions
 
     def plan_calls(self, repeated: list[Group]) -> dict[int, list[int]]:
         """This rank's calls of `generate`, by their number among those of all ranks: places in `repeated`.
@@ -1703,13 +1794,12 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
     cumulative = torch.empty(0, dtype=torch.float64, device=policy.device)  # memory for all
 
     # T and top-p are given here and not in `settings`, as those come behind what is given here.
-    temperature = 0.001 if greedy else config.temperature
     processors = []
-    if temperature != 1:
-        processors.append(TemperatureLogitsWarper(temperature))
+    if config.temperature != 1 and not greedy:
+        processors.append(TemperatureLogitsWarper(config.temperature))
     if config.top_p < 1 and not greedy:
         processors.append(TopPLogitsWarper(config.top_p))
-    processors.append(lambda _, scores: draw_tokens(scores, generator, cumulative, logps))
+    processors.append(lambda _, scores: draw_tokens(scores, generator, cumulative, logps, greedy))
     settings = GenerationConfig(do_sample=False, eos_token_id=stops, pad_token_id=pad,
                                 max_new_tokens=config.max_new_tokens, disable_compile=True)
 
@@ -1722,9 +1812,9 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
     # What `settings` leaves out would come from the model's own, such as Qwen2.5's repetition penalty.
     policy.generation_config = GenerationConfig()
     policy.eval()
-    autocast = torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.is_mixed)
     try:
-        with autocast, torch.compiler.set_stance("force_eager"):
+        with (torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed),
+              torch.compiler.set_stance("force_eager")):
             cache = prompt_cache(policy, ids, mask, config)
             drawn = policy.generate(ids, attention_mask=mask, past_key_values=cache, synced_gpus=config.shard,
                                     generation_config=settings, logits_processor=processors)
@@ -1738,15 +1828,18 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
         completions.append((tokens, [round(value, 5) for value in values[: len(tokens)]]))
     return completions
 
-def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor,
-                logps: list[Tensor]) -> Tensor:
-    """Scores that leave one token of each row, where the cumulative distribution passes a random number.
-    `generate`'s own way draws a number for each token of the vocabulary, a fifth of the whole time."""
+def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor, logps: list[Tensor],
+                greedy: bool) -> Tensor:
+    """Scores that leave one token of each row: the likeliest, or the one at which the cumulative distribution
+    passes a random number. `generate`'s own way draws a number for each token of the vocabulary, which takes
+    a fifth of the whole time."""
     probs = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     torch.cumsum(probs, -1, dtype=torch.float64, out=cumulative)
     total = cumulative[:, -1:]
     points = torch.rand(total.shape, generator=generator, dtype=torch.float64, device=scores.device) * total
     tokens = torch.searchsorted(cumulative, points, right=True)
+    if greedy:
+        tokens = probs.argmax(-1, keepdim=True)
     logps.append((probs.gather(1, tokens) / total).log())
     return scores.fill_(-math.inf).scatter_(1, tokens, 0.0)
 
@@ -1757,7 +1850,7 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> A
     dtype of the multiplications: empty places cost less than a cache that grows with each token."""
     from transformers import DynamicCache, StaticCache
     different, index = torch.cat([ids, mask], 1).unique_consecutive(dim=0, return_inverse=True)
-    if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not policy.shares_prompts:
+    if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not config.shares_prompts:
         return None
     dtype = torch.bfloat16 if torch.is_autocast_enabled(policy.device.type) else policy.dtype
     cache = DynamicCache()
@@ -1772,6 +1865,10 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> A
         input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
     cache.reorder_cache(index)
     return cache
+
+def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
+    """Up to and with the first of `stops`; without one, all."""
+    return ids[:next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
 
 def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     """Token ids that end a completion, the one that ends offline completions first."""
@@ -1802,12 +1899,15 @@ class Reward:
         self.worked, self.failure = False, None  # whether it ever gave a number, and why it did not
         path, _, name = config.reward.rpartition(":")
         if config.reward == "math":
-            path = str(CONFIGS / "math_reward.py")
+            path, name = str(CONFIGS / "math_reward.py"), "math"
+            require(os.path.exists(path), f"--reward math needs {path}; copy that file there, too")
+        with explained("--reward-args", "write a JSON object, such as '{\"model\": \"NAME\"}'"):
+            settings = dict(json.loads(config.reward_args or "{}"))
         self.function = exact_reward
         advice = "write FILE.py:function, a function(prompts, completions, rows) -> list of floats"
         with explained(f"--reward {config.reward}", advice, math_verify="pip install math-verify"):
             if path:
-                self.function = function_process(path, name, config.reward_seconds)
+                self.function = FunctionProcess(path, name, config.reward_seconds, settings)
 
     def __call__(self, *samples: list) -> list[float | None]:
         """Where rewarding all of them together fails, each is rewarded alone; what still fails, or is no
@@ -1851,93 +1951,152 @@ def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> lis
         rewards.append(float(text.strip() in [str(answer).strip() for answer in answers]))
     return rewards
 
-def function_process(path: str, name: str, seconds: float, *more: Any) -> Callable:
+class FunctionProcess:
     """A function of the user's file in a process of its own, where it may hang, crash or exhaust its memory:
-    only the call fails. Without the file that does this, a function of this process."""
-    file = CONFIGS / "function_process.py"
-    if not file.exists():
-        return runpy.run_path(path)[name]
-    return runpy.run_path(str(file))["FunctionProcess"](path, name, seconds, *more)
+    only the call fails. Beyond `seconds` it raises TimeoutError, and the process ends with all that it
+    started; the next call starts another. Returns a list; `settings` are further keyword arguments."""
+
+    def __init__(self, path: str, name: str, seconds: float, settings: dict | None = None):
+        self.path, self.name, self.seconds = os.path.abspath(path), name, seconds
+        self.settings = settings or {}
+        self.start()
+
+    def start(self) -> None:
+        self.pool = ProcessPoolExecutor(1)
+        self.run(300)  # load the file
+
+    def __call__(self, *arguments: Any) -> list:
+        if self.pool is None:
+            self.start()
+        return self.run(self.seconds, *arguments)
+
+    def run(self, seconds: float, *arguments: Any) -> list:
+        path, name, settings, trainer = self.path, self.name, self.settings, os.getpid()
+
+        def end_with_trainer():
+            psutil.Process(trainer).wait()
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
+            os._exit(1)
+
+        def call() -> tuple[list, str]:  # in the process, which imports nothing of this file
+            try:
+                if "users_file" not in sys.modules:
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
+                    threading.Thread(target=end_with_trainer, daemon=True).start()
+                    with contextlib.suppress(OSError):  # where no memory is left, Linux ends this one first
+                        Path("/proc/self/oom_score_adj").write_text("1000")
+                    sys.path.insert(0, os.path.dirname(path))
+                    spec = importlib.util.spec_from_file_location("users_file", path)
+                    sys.modules["users_file"] = importlib.util.module_from_spec(spec)
+                    spec.loader.exec_module(sys.modules["users_file"])
+                function = getattr(sys.modules["users_file"], name)
+                values = function(*arguments, **settings) if arguments else []
+                if not isinstance(values, list):
+                    values = values.tolist()  # of an array or a tensor
+                return [value.item() if hasattr(value, "item") else value for value in values], ""
+            except BaseException as error:  # sys.exit() too
+                return [], f"{type(error).__name__}: {error}".splitlines()[0]
+
+        try:
+            values, failure = self.pool.submit(call).result(seconds)
+        except BaseException as error:  # it took too long, died, or there was a Ctrl-C
+            self.pool.shutdown(kill_workers=True)
+            self.pool = None
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"took longer than {seconds:.4g} s") from None
+            if isinstance(error, BrokenExecutor):
+                raise RuntimeError("its process died: a crash, or no memory was left") from None
+            raise
+        if failure:
+            raise RuntimeError(failure)
+        return values
 
 # ---------- The reference -----------------------------------------------------------------------------------
 
 class Reference:
-    """π_ref and π_old: whose log-probs are attached to which batches, and when. There is no second model.
+    """π_ref: an earlier policy, and its log-probs of the batches to come. There is no second model.
 
-    At a sync π_ref equals the policy, so one forward pass of the policy over the batches up to the next sync
-    gives all reference log-probs needed until then (lookahead). For batches that are still to be drawn the
-    weights (with LoRA the adapters) are put aside; the policy borrows them for a pass after each drawing."""
+    Its weights (with LoRA the adapters) lie in host memory, and before a step the policy borrows them for a
+    pass over the batch. That is right for any rule by which the reference follows the policy: write another
+    `sync`, call it when you like, and say lookahead=False.
 
-    def __init__(self, policy: Module, batches: Batches, config: Config):
-        self.policy = policy
-        self.batches = batches
-        self.config = config
-        self.until = 0  # the last step that the present reference serves
-        self.weights: list[Tensor] | None = None  # the reference's, in host memory, while they are needed
+    Lookahead saves most of this. At a sync the reference *is* the policy, so where the next sync is known,
+    one pass of the policy right then gives the log-probs of all batches up to it. The weights are put aside
+    only if some of these batches are still to be drawn, and borrowed once for all that a drawing brings."""
+
+    def __init__(self, policy: Module, batches: Batches, config: Config, lookahead: bool = True):
+        self.policy, self.batches, self.config, self.lookahead = policy, batches, config, lookahead
+        self.until = 0  # the last step that is known to be the present reference's
+        self.weights: list[Tensor] | None = None  # in host memory; None: no batch will ask for them
         self.parts = [p.detach() for p in trained(policy).values()]  # this rank's parts of the policy's
         if config.shard:
             self.parts = [part.to_local() for part in self.parts]
-        needs_sampler = config.taper or LOSSES[config.loss].needs_sampler
-        if needs_sampler and not config.sample_every:  # unknown samplers: the initial policy stands in
-            known = [sequence for i in sorted(set(batches.order)) for sequence in batches.pool[i][0]]
-            unknown = [sequence for sequence in known if sequence.sampler_logps is None]
-            for sequence, logps in zip(unknown, sequence_logps(policy, unknown, config)):
-                sequence.sampler_logps = logps
 
     def sync(self, step: int) -> None:
-        """π_ref ← π_θ, for the steps after `step`, up to the next sync."""
+        """π_ref ← π_θ, as it is before the update of this step."""
         if not self.config.needs_reference:
             return
-        self.until = self.batches.steps
-        if self.config.sync_k:
-            self.until = min(self.until, step + self.config.sync_k)
-        if not self.config.sample_every:
-            self.batches.make(self.until)
-        self.attach("ref_logps", step + 1, self.until)
+        self.until = step
+        if self.lookahead:  # to the next sync
+            self.until = self.batches.steps
+            if self.config.sync_k:
+                self.until = min(self.until, step + self.config.sync_k)
+            attach_logps("ref_logps", self.policy, self.batches.ahead(self.until), self.config)
         self.weights = None
-        if self.batches.made_until < self.until:
+        if not self.lookahead or self.batches.made_until < self.until:
             self.weights = [part.to("cpu", copy=True) for part in self.parts]
 
-    def after_drawing(self, step: int) -> None:
-        """The batches from `step` on are newly drawn, by the policy as it is: attach their log-probs under
-        the reference and this old policy (which is the policy itself where one step trains on them)."""
-        drawn_until = self.batches.made_until
-        if self.config.takes_old_policy and drawn_until > step:
-            self.attach("old_logps", step, drawn_until)
-        if self.weights is not None:
-            self.swap_weights()
-            self.attach("ref_logps", step, min(drawn_until, self.until))
-            self.swap_weights()
-            if drawn_until >= self.until:
-                self.weights = None
-
-    def attach(self, name: Literal["ref_logps", "old_logps"], first: int, last: int) -> None:
-        """To the pending batches from step `first` to `last`: the log-probs of the policy as it is."""
-        batches = [batch for batch in self.batches.pending if first <= batch.step <= last]
-        for batch in batches:
-            for sequences in (batch.sequences, batch.mismatched):
-                taught = [sequence for sequence in sequences if not sequence.is_idle]
-                for sequence, logps in zip(taught, sequence_logps(self.policy, taught, self.config)):
-                    setattr(sequence, name, logps)
+    def score(self, batch: Batch) -> None:
+        """Before a step: see that its batch has the reference's log-probs."""
+        sequences = batch.sequences + batch.mismatched
+        lacks = any(sequence.ref_logps is None and not sequence.is_idle for sequence in sequences)
+        if self.weights is None or not lacks:
+            return
+        self.swap_weights()
+        others = [other for other in self.batches.pending if other.step <= self.until]
+        attach_logps("ref_logps", self.policy, [batch, *others], self.config)
+        self.swap_weights()
+        if self.lookahead and self.batches.made_until >= self.until:
+            self.weights = None
 
     def swap_weights(self) -> None:
-        """The policy's weights and those put aside change places."""
+        """Exchange the policy's weights and the reference's."""
         for i, part in enumerate(self.parts):
             present = part.to("cpu", copy=True)
             part.copy_(self.weights[i])
             self.weights[i] = present
+
+def score_by_sampler(policy: Module, batches: Batches, config: Config) -> None:
+    """Attach log μ to offline sequences whose sampler is unknown: the initial policy stands in for it."""
+    if (config.taper or LOSSES[config.loss].needs_sampler) and not config.sample_every:
+        used = [sequence for i in sorted(set(batches.order)) for sequence in batches.pool[i][0]]
+        unknown = [sequence for sequence in used if sequence.sampler_logps is None]
+        for sequence, logps in zip(unknown, sequence_logps(policy, unknown, config)):
+            sequence.sampler_logps = logps
+
+def attach_logps(name: Literal["ref_logps", "old_logps"], policy: Module, batches: Iterable[Batch],
+                 config: Config) -> None:
+    """Give the sequences of these batches the log-probs of the policy as it is."""
+    for batch in batches:
+        for sequences in (batch.sequences, batch.mismatched):
+            active = [sequence for sequence in sequences if not sequence.is_idle]
+            for sequence, logps in zip(active, sequence_logps(policy, active, config)):
+                setattr(sequence, name, logps)
 
 # ---------- Log-probs and microbatches ----------------------------------------------------------------------
 
 @torch.no_grad()
 def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) -> list[Tensor]:
     """log π_θ(y_t | x, y_<t) of each sequence's completion, (len(completion),), on every rank's CPU."""
-    parts = {id(one): torch.zeros(len(one.completion), device=policy.device) for one in sequences}
+    parts = {id(sequence): torch.zeros(len(sequence.completion), device=policy.device)
+             for sequence in sequences}
     cuts = microbatches(policy, sequences, config)
     for x in tqdm(cuts, desc="log-probs", leave=False, delay=2, disable=RANK > 0 or None):
-        logps = log_probs(policy, x.rows, config.logits_temperature)
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
+            logps = log_probs(policy, x.packed, config.logits_temperature)
         if x.share:
-            for sequence, values in zip(itertools.chain(*x.rows), logps):
+            for sequence, values in zip(itertools.chain(*x.packed), logps):
                 parts[id(sequence)] = values[: len(sequence.completion)]
     if not parts:
         return []
@@ -1953,47 +2112,46 @@ def microbatches(policy: Module, sequences: list[Sequence], config: Config, step
     compute as many: one with fewer computes one of another's again, which counts nothing."""
     if not sequences:
         return []
-    cuts = cut(sequences, config, policy.shares_prompts)
+    cuts = cut(sequences, config)
     known = [sequence.sampler_logps for sequence in sequences if sequence.sampler_logps is not None]
     mean_surprisal = -float(torch.cat(known).mean()) if known else 0.0
     mine = cuts[RANK]
     surplus = [cuts[0][-1]] * (max(map(len, cuts)) - len(mine)) if config.shard else []
-    found = [make_microbatch(rows, policy.device, step, mean_surprisal, z0) for rows in mine + surplus]
-    for x in found[len(mine) :]:
+    made = [make_microbatch(packed, policy.device, step, mean_surprisal, z0) for packed in mine + surplus]
+    for x in made[len(mine) :]:
         x.share = 0.0
-    return found
+    return made
 
-def make_microbatch(rows: list[list[Sequence]], device: torch.device, step: int = 0,
-                    mean_surprisal: float = 0.0, z0: Tensor | None = None) -> Microbatch:
-    """The struct that the method sees, padded here and nowhere else."""
-    sequences = list(itertools.chain(*rows))
+def make_microbatch(packed: list[Packed], device: torch.device, step: int = 0, mean_surprisal: float = 0.0,
+                    z0: Tensor | None = None) -> Microbatch:
+    """The record of a step as it is before the forward pass; the one place where completions are padded."""
+    sequences = list(itertools.chain(*packed))
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device, non_blocking=True)
     columns = {}
-    for name in ("ref_logps", "old_logps", "sampler_logps", "rejected"):
+    for name in ("ref_logps", "old_logps", "sampler_logps", "verdicts"):
         parts = [getattr(sequence, name) for sequence in sequences]
         is_known = all(part is not None for part in parts)
         columns[name] = pad_sequence(parts, batch_first=True).to(device) if is_known else None
-    for name, field_name in (("advantages", "advantage"), ("is_chosen", "is_chosen"), ("weights", "weight")):
-        values = [getattr(sequence, field_name) for sequence in sequences]
-        columns[name] = torch.tensor(values, device=device)
-    return Microbatch(rows=rows, mask=mask, step=step, mean_surprisal=mean_surprisal, z0=z0, **columns)
+    for name, one in (("advantages", "advantage"), ("is_chosen", "is_chosen"), ("kto_weights", "kto_weight")):
+        columns[name] = torch.tensor([getattr(sequence, one) for sequence in sequences], device=device)
+    return Microbatch(packed=packed, mask=mask, step=step, mean_surprisal=mean_surprisal, z0=z0, **columns)
 
-def cut(sequences: list[Sequence], config: Config, shares_prompts: bool) -> list[list[list[list[Sequence]]]]:
-    """For each rank its microbatches, each a list of rows of the forward pass, each a list of sequences. All
-    ranks make the same cuts.
+def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
+    """For each rank a list of microbatches, each a list of rows of the forward pass. All ranks make the same
+    cuts.
 
     A DPO pair stays together. Neighbours with one prompt share a row. That computes the prompt once, but
     attention runs over the whole row: up to three prompts long, that is at most 9/8 of what it costs in rows
     of their own, and up to 256 tokens it is little next to all else. Longer rows do not pay."""
     in_pairs = LOSSES[config.loss].unit == "pair"
     width = lambda row: len(row[0].prompt) + sum(len(sequence.completion) for sequence in row)
-    units: list[list[list[Sequence]]] = []  # what stays together: a row, or the one or two rows of a pair
+    units = []  # what stays together: a row, or the one or two rows of a pair
     for i, sequence in enumerate(sequences):
         is_second = in_pairs and i % 2 == 1
         row = units[-1][-1] if is_second or (units and not in_pairs) else []
         longest = min(config.microbatch_tokens, max(3 * len(sequence.prompt), 256))
-        is_neighbour = shares_prompts and row and row[0].prompt == sequence.prompt
+        is_neighbour = config.shares_prompts and row and row[0].prompt == sequence.prompt
         if is_neighbour and width([*row, sequence]) <= longest:
             row.append(sequence)
         elif is_second:
@@ -2012,7 +2170,7 @@ def cut(sequences: list[Sequence], config: Config, shares_prompts: bool) -> list
 def pack(widths: list[int], tokens: float, heights: list[int] | None = None) -> list[list[int]]:
     """Indices of things of like widths, each `heights` rows (1) high, in packs of at most `tokens` tokens
     with padding, or of one thing. The widest come first."""
-    packed: list[list[int]] = []
+    packed = []
     height = widest = 0  # of the present pack, whose first thing is the widest
     for i in sorted(range(len(widths)), key=lambda i: widths[i], reverse=True):
         rows = heights[i] if heights else 1
@@ -2024,8 +2182,10 @@ def pack(widths: list[int], tokens: float, heights: list[int] | None = None) -> 
         height += rows
     return packed
 
-def log_probs(model: Module, rows: list[list[Sequence]], temperature: float = 1.0) -> Tensor:
+def log_probs(model: Module, packed: list[Packed], temperature: float = 1.0) -> Tensor:
     """log π(y_t | x, y_<t) of every completion token: (N, T), a sequence a row, from the left, 0 behind it.
+    The model can be any causal language model of transformers whose logits are hidden states times output
+    embeddings. Precision is the caller's, by autocast.
 
     Rows are padded on the right, so that no completion token attends to padding. Sequences a, b of one row
     share their prompt p, of which only the last token comes again, before each completion:
@@ -2036,9 +2196,9 @@ def log_probs(model: Module, rows: list[list[Sequence]], temperature: float = 1.
         segments    0  0  0    1  1  1    2  2    a token attends to segment 0 and its own, up to itself
     """
     table = []
-    for row in rows:
+    for sequences in packed:
         ids, labels, positions, segments = [], [], [], []
-        for segment, sequence in enumerate(row, 1):
+        for segment, sequence in enumerate(sequences, 1):
             last = len(sequence.prompt) - 1
             start = 0 if segment == 1 else last
             tokens = sequence.prompt + sequence.completion
@@ -2052,18 +2212,17 @@ def log_probs(model: Module, rows: list[list[Sequence]], temperature: float = 1.
         pad_sequence([torch.tensor(row[i]) for row in table], True, -100 if i == 1 else 0) for i in range(4))
     move = functools.partial(Tensor.to, device=model.device, non_blocking=True)
     layout = {}
-    if any(len(row) > 1 for row in rows):
+    if any(len(sequences) > 1 for sequences in packed):
         segments = move(segments)
         attends = (segments[:, None] == 0) | (segments[:, None] == segments[:, :, None])  # (rows, query, key)
         layout["attention_mask"] = attends.tril()[:, None]
         layout["position_ids"] = move(positions)
     compute = getattr(model, "completion_logps", functools.partial(completion_logps, model))
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.is_mixed):
-        logps = compute(move(ids), labels, temperature, **layout)  # (rows, width), at the labels
+    logps = compute(move(ids), labels, temperature, **layout)  # (rows, width), at the labels
     # The labels have stayed on the CPU, so that finding their places keeps no GPU waiting.
     places = (labels != -100).flatten().nonzero()[:, 0]
     values = logps.flatten().index_select(0, move(places))
-    lengths = [len(sequence.completion) for row in rows for sequence in row]
+    lengths = [len(sequence.completion) for sequences in packed for sequence in sequences]
     return pad_sequence(values.split(lengths), batch_first=True)
 
 def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: float = 1.0,
@@ -2279,7 +2438,7 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         with new_folder(path) as folder:
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(text)
-            (folder / "files.json").write_text(json.dumps(hashes(folder)))
+            (folder / "files.json").write_text(json.dumps(dict(format=FORMAT) | hashes(folder.iterdir())))
     except Exception as error:  # safetensors has an exception of its own for a full disk
         warn(f"could not write {path}: {error}; what was saved before stays")
         return
@@ -2321,11 +2480,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
-def hashes(folder: Path, names: str = "*") -> dict[str, str]:
-    """The SHA-256 of the files in a folder, but of the one that holds them."""
+def hashes(paths: Iterable[Path]) -> dict[str, str]:
+    """The SHA-256 of those that are files, by name."""
     found = {}
-    for path in sorted(folder.glob(names)):
-        if path.is_file() and path.name != "files.json":
+    for path in sorted(paths):
+        if path.is_file():
             with path.open("rb") as file:
                 found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
@@ -2334,10 +2493,12 @@ def find_damage(folder: Path) -> str:
     """What is wrong with a folder whose hashes were written, or ""."""
     try:
         written = json.loads((folder / "files.json").read_text())
-        found = hashes(folder)
+        found = hashes(folder.iterdir())
     except (OSError, ValueError) as error:
         return f"not a whole checkpoint ({error})"
-    damaged = [name for name in sorted(written | found) if written.get(name) != found.get(name)]
+    if written.pop("format", None) != FORMAT:
+        return "written by another version of humanline.py, which can go on with it"
+    damaged = [name for name in written if written[name] != found.get(name)]
     return f"damaged: {', '.join(damaged)}" if damaged else ""
 
 def find_checkpoint(config: Config, out: Path) -> Path | None:
@@ -2355,8 +2516,8 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
         warn(f"{path}: {damage}; trying the one before")
     return None
 
-# What may differ between a run and its resume: how long the run is, what it writes, what changes no result.
-FREE_ON_RESUME = ("steps out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
+# What may differ between a run and its resume: what it writes, and what changes no result.
+FREE_ON_RESUME = ("out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
                   "microbatch_tokens compile shard checkpoint_activations track").split()
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
@@ -2374,18 +2535,15 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
 
     state = json.loads((path / "state.json").read_text(), object_hook=from_json)
     settings = state["settings"]
-    for name, value in json.loads(json.dumps(dataclasses.asdict(config))).items():
+    present = dataclasses.asdict(config) | dict(steps=batches.steps)
+    for name, value in json.loads(json.dumps(present)).items():
         before = settings.get(name, value)
         require(name in FREE_ON_RESUME or value == before,
                 f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with its own "
                 "config.toml")
     require(state["data"] == batches.fingerprint,
-            f"--resume {path}: the rows of --data or the weights of --model have changed since then")
-    done, planned = state["step"], settings["steps"]
-    require(config.steps or batches.steps == planned,
-            f"--resume {path}: it was to take {planned} steps; say --steps {planned}")
-    require(done <= batches.steps <= planned, f"--resume {path}: it has done {done} of its planned {planned} "
-            f"steps, so --steps {batches.steps} must lie between; for more, train the model of final/")
+            f"--resume {path}: since then --data, the weights or the chat template of --model, or the file "
+            "of --reward or --sampler have changed")
 
     if state["has_reference"]:
         for name, p in trained(policy).items():
@@ -2413,8 +2571,7 @@ MODEL_CARD = """\
 ---
 library_name: {library}
 pipeline_tag: text-generation
-base_model: {base}
-tags: [humanline, {loss}]
+{base}tags: [humanline, {loss}]
 ---
 
 `{model}` after {steps} steps of {loss}, by [Humanline](https://arxiv.org/abs/2509.24207).
@@ -2429,10 +2586,9 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config, steps
     weights = final_weights(policy, config)
     if RANK != 0:
         return
-    is_folder = Path(config.model).exists()
-    card = MODEL_CARD.format(library="peft" if config.lora else "transformers",
-                             base=Path(config.model).resolve().name if is_folder else config.model,
-                             model=config.model, loss=config.loss, steps=steps, settings=to_toml(config))
+    base = "" if Path(config.model).exists() else f"base_model: {config.model}\n"
+    card = MODEL_CARD.format(library="peft" if config.lora else "transformers", base=base, model=config.model,
+                             loss=config.loss, steps=steps, settings=to_toml(config))
     try:
         with new_folder(path) as folder:
             policy.save_pretrained(folder, state_dict=weights)
@@ -2482,12 +2638,11 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         if not re.search("out of memory|allocate memory", str(error)):  # a GPU's words, and a CPU's
             raise
-        return leave(1, f"stopped: {str(error).splitlines()[0]:.200}; {LESS_MEMORY}")
+        return leave(1, f"stopped: {str(error).splitlines()[0]:.200}; try --microbatch-tokens "
+                     f"{config.microbatch_tokens // 2}, a lower --sample-tokens or --max-length, "
+                     "--checkpoint-activations, --lora 16 or --shard")
     except KeyboardInterrupt:  # before the first step, or a second one
         return leave(130, "stopped at once; what was saved before stays")
-
-LESS_MEMORY = ("less takes: a lower --microbatch-tokens, --sample-tokens or --max-length, "
-               "--checkpoint-activations, --lora 16, --shard")
 
 def leave(status: int, message: str = "") -> int:
     """Say why, and part from the other ranks; returns the exit status."""
@@ -2495,7 +2650,6 @@ def leave(status: int, message: str = "") -> int:
         print(f"humanline.py: {message}", file=sys.stderr)
     if status and WORLD_SIZE > 1 and torch.cuda.is_initialized():
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)  # NCCL's own end would wait for ranks that wait for this one; torchrun ends them
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -2503,30 +2657,42 @@ def leave(status: int, message: str = "") -> int:
 
 def parse_config(argv: list[str]) -> Config:
     """Flags over --config, or over the settings of the demo, over defaults."""
-    require(argv.count("--data") < 2, "--data is there twice; write --data ONE OTHER")
-    words = [part for word in argv for part in word.split("=")]  # --flag=VALUE is --flag VALUE
-    typed = dict(itertools.pairwise([*words, ""]))
+    words = [part for word in argv for part in word.split("=", 1)]  # --flag_name=VALUE is --flag-name VALUE
+    typed = {word.replace("_", "-"): value for word, value in itertools.pairwise([*words, ""])}
+    require(words.count("--data") < 2, "--data is there twice; write --data ONE OTHER")
     parts = sorted({"--sync-k", "--perception"} & typed.keys())
     require("--no-humanline" not in typed or not parts,
             f"{' and '.join(parts)}: --no-humanline is without it; for a part alone switch off the other")
-    settings = typed.get("--config")
-    if settings is None and not {"--model", "--data", "--help", "-h"} & typed.keys():
+    settings = None
+    if "--config" in typed:
+        settings = read_config(typed["--config"])
+    elif not {"--model", "--data", "--help", "-h"} & typed.keys():
         settings = demo_settings(typed.get("--loss", "grpo"))
-    config = parse_flags(argv if settings is None else read_config(settings) + argv)
-    readers = {name: loss for loss, entry in LOSSES.items() for name in entry.settings.split()}
+    config = parse_flags(argv if settings is None else settings + argv)
     for name in config.given:
-        require(name not in readers or name in LOSSES[config.loss].settings.split(),
-                f"{flag_of(name)} is of --loss {readers.get(name)}; --loss {config.loss} does not read it")
+        require(does_read(config.loss, name),
+                f"--loss {config.loss} does not read {flag_of(name)}; leave it out")
     return config
 
-def demo_settings(loss: str) -> str:
-    """The settings file of the demo for a loss; of one's own, for the loss with the same unit."""
-    unit = LOSSES.get(loss, LOSSES["grpo"]).unit
-    like = next(name for name in LOSSES if LOSSES[name].unit == unit)
-    path = CONFIGS / "demo" / f"{like}.toml"
+def does_read(loss: str, setting: str) -> bool:
+    """Whether a setting has an effect with this loss."""
+    if setting in ("sync_k", "perception", "taper"):
+        return LOSSES[loss].needs_reference
+    is_of_some = any(setting in entry.settings.split() for entry in LOSSES.values())
+    return not is_of_some or setting in LOSSES[loss].settings.split()
+
+def demo_settings(loss: str) -> list[str]:
+    """The demo's settings for a loss, as flags. A loss without a file of its own takes those of the loss with
+    the same unit that it reads."""
+    require(loss in LOSSES, f"--loss {loss}: {suggest(loss, LOSSES)}")
+    path = CONFIGS / "demo" / f"{loss}.toml"
+    if not path.exists():
+        like = dict(group="grpo", pair="dpo", example="kto")[LOSSES[loss].unit]
+        path = path.with_stem(like)
     require(path.exists(),
             f"--model and --data name nothing, and the demo, {path.parent}, is not there; give both")
-    return str(path)
+    unread = {field.name for field in dataclasses.fields(Config) if not does_read(loss, field.name)}
+    return read_config(str(path), without={"loss", *unread})
 
 def parse_flags(args: list[str], kind: Any = Config) -> Any:
     """tyro's parse of `args` as a `kind`, its complaints folded into one line."""
@@ -2541,49 +2707,27 @@ def parse_flags(args: list[str], kind: Any = Config) -> Any:
     text = " ".join(re.sub("[│╭╮╰╯─]|-{3,}", " ", text).split())
     text = re.sub(r" (Argument|For full helptext).*$|no type matching .*<class '\w+'>: ", "", text)
     text = re.sub(r" Perhaps you meant: (--[\w-]+).*$", r"; did you mean \1?", text)
-    flag = re.search(r"--(no-)?([\w-]+)", text)
-    advice = instead_of(flag[2].replace("-", "_")) if flag else ""
-    raise UserError(f"{text}; {advice or 'see --help'}")
+    raise UserError(f"{text}; see --help")
 
-GONE = {  # what to do instead of settings of earlier versions
-    "leave it out": "ref plan rollouts untyped ratio eval_greedy share_prompts draw_ahead on_collapse "
-                    "lora_targets schedule",
-    "write sync_k": "sync_drift sync_alpha",
-    "write taper = true for stale = \"taper\"": "stale",
-    "merge final/ with peft, as in the README": "merge",
-    "write one JSON object, such as '{\"enable_thinking\": false}'": "template_values",
-    "set HUMANLINE_SAMPLER_COMMAND or _WEIGHTS, as configs/external.py says":
-        "sampler_command sampler_weights sampler_python sampler_devices",
-    "set SECONDS in configs/external.py": "sampler_seconds",
-    "for several write a function that adds them, as configs/rewards.py:math_recipe": "reward",
-    "temperature and top_p hold for both; for others, eval.py accuracy": "eval_temperature eval_top_p",
-}
-
-def instead_of(name: str) -> str:
-    """What to do instead of a setting of an earlier version; "" of any other name."""
-    return next((advice for advice, names in GONE.items() if name in names.split()), "")
-
-def read_config(path: str) -> list[str]:
-    """The settings of a TOML file as flags."""
+def read_config(path: str, without: Iterable[str] = ()) -> list[str]:
+    """The settings of a TOML file as flags, but for those named in `without`."""
     with explained(f"--config {path}", "name a file of settings that is valid TOML"):
         table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     names = {one.name for one in dataclasses.fields(Config)} - {"config"}
     args = []
     for key, value in table.items():
         name = key.replace("-", "_")
-        advice = instead_of(name) or suggest(name, names)
-        require(name in names, f"{path}: unknown key '{key}'; {advice}")
-        require(name == "data" or not isinstance(value, (list, dict)),
-                f"{path}: {key} = {value!r} must be a single value; {advice}")
-        values = value if isinstance(value, list) else [value]
-        if name in ("model", "data", "eval_data", "reward"):
-            values = [find_file(str(one)) for one in values]
-        if isinstance(value, bool):
+        require(name in names, f"{path}: unknown key '{key}'; {suggest(name, names)}")
+        if name in without:
+            continue
+        if name in ("model", "eval_data", "reward", "sampler"):
+            value = find_file(str(value))
+        if name == "data":
+            args += ["--data", *map(find_file, [value] if isinstance(value, str) else value)]
+        elif isinstance(value, bool):
             args.append(flag_of(name if value else f"no_{name}"))
-        elif name == "data":
-            args += ["--data", *values]
         else:
-            args.append(f"{flag_of(name)}={values[0]}")
+            args.append(f"{flag_of(name)}={value}")
     return args
 
 def find_file(spec: str) -> str:
@@ -2620,7 +2764,8 @@ def check_config(config: Config) -> None:
     require(config.resume != "latest" or config.out,
             "--resume latest looks in the run's folder; name it with --out")
 
-TOML_HEAD = "# python humanline.py --config THIS_FILE repeats the run.\n"
+FORMAT = 1  # of a run's folder: raised where an older one can no longer be resumed
+TOML_HEAD = f"# python humanline.py --config THIS_FILE repeats the run. Format {FORMAT}.\n"
 
 def to_toml(config: Config) -> str:
     """What was set, as TOML that --config reads back. Where the run lies is left to the next one."""
@@ -2633,6 +2778,8 @@ def to_toml(config: Config) -> str:
 
 def in_words(config: Config) -> str:
     """The loss and its form: plain, humanline or one of its parts, and what is not in the paper."""
+    if not LOSSES[config.loss].needs_reference:
+        return config.loss.upper()
     form = "plain"
     if config.sync_k and config.perception != "none":
         form = "humanline"
@@ -2640,12 +2787,13 @@ def in_words(config: Config) -> str:
         form = "humanline's sync alone"
     elif config.perception != "none":
         form = "humanline's perception alone"
-    if config.taper:
-        form += " with taper"
+    added = [name for name in ("taper", "prior") if getattr(config, name)]
+    if added:
+        form += f" with {' and '.join(added)}"
     return f"{config.loss.upper()}, {form}"
 
-def describe(run: Run, prompts: int) -> None:
-    """Say what is about to be done."""
+def describe(run: Run, first: int) -> None:
+    """Say what is about to be done, from the step `first` on."""
     config = run.config
     size = sum(p.numel() for p in run.policy.parameters())
     source = "the data's own (offline)"
@@ -2654,12 +2802,14 @@ def describe(run: Run, prompts: int) -> None:
     anchor = "the initial policy"
     if config.sync_k:
         anchor = f"the policy, synced every {config.sync_k} steps"
-    elif config.takes_old_policy:
+    elif config.ratio_to_old:
         anchor = "the old policy, which drew the rollouts"
+    elif not config.needs_reference:
+        anchor = "nothing"
     print(f"model       {config.model}, {size / 1e6:.2f} M parameters on {run.policy.device}\n"
-          f"data        {' '.join(config.data)}, {prompts:,} prompts; completions {source}\n"
+          f"data        {' '.join(config.data)}, {run.batches.prompts:,} prompts; completions {source}\n"
           f"objective   {in_words(config)}; log-ratio to {anchor}; perception: {config.perception}\n"
-          f"steps       {run.first} to {run.batches.steps}, batches of {config.batch_size}, lr {config.lr:g}",
+          f"steps       {first} to {run.batches.steps}, batches of {config.batch_size}, lr {config.lr:g}",
           flush=True)
 
 def warn_of_oddities(run: Run) -> None:
@@ -2671,9 +2821,6 @@ def warn_of_oddities(run: Run) -> None:
     if config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5:  # 1/400 of a usual weight, 0.02
         warn(f"--dtype bfloat16: at --lr {config.lr:g} most updates are below half a bf16 step of their "
              "weight, and lost; --dtype mixed or --lora keeps them")
-    if config.perception == "clip" and not config.log_eps_p < 0 < config.log_eps_r:
-        warn(f"the clip [{config.log_eps_p}, {config.log_eps_r}] does not hold 0, where a log-ratio begins, "
-             "so no token passes a gradient then")
     if config.loss == "kto" and len(kinds) == 1:
         warn("all examples are of one kind, so KTO has nothing to hold them against")
     if units and passes > 10:
@@ -2682,18 +2829,16 @@ def warn_of_oddities(run: Run) -> None:
 def last_line(run: Run) -> str:
     """What was gained, in one sentence, and what to type next."""
     settings = shlex.quote(str(run.out / "config.toml"))
-    again = f"python {Path(sys.argv[0]).name} --config {settings}"
+    again = f"python {shlex.quote(sys.argv[0])} --config {settings}"
     if run.stopped_at:
         return (f"stopped after step {run.stopped_at} of {run.batches.steps}, saved; go on with: {again} "
                 f"--out {shlex.quote(str(run.out))} --resume latest")
     gained = ""
-    if "accuracy_before" in run.known and "accuracy" in run.known:
+    if "accuracy_before" in run.latest and "accuracy" in run.latest:
         gained = ("mean reward on --eval-data went from {accuracy_before:.3f} to {accuracy:.3f}, "
-                  "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.known)
+                  "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.latest)
+    other = "--no-humanline --no-taper --prior 0" if run.config.humanline else "--humanline"
     seconds = time.perf_counter() - run.started
-    other = "--no-humanline" if run.config.humanline else "--humanline"
-    if run.config.taper and run.config.humanline:
-        other += " --no-taper"
     return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in {seconds:.0f} s; the model is in "
             f"{run.out / 'final'}; compare with: {again} {other}")
 

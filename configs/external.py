@@ -15,20 +15,24 @@ gets the weights through a folder. Two settings come from the environment:
 import contextlib
 import hashlib
 import itertools
-import math
 import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from pathlib import Path
 
 import torch
 
 import humanline
-from humanline import explained, from_first_rank, function_process, warn
+from humanline import explained, from_first_rank, warn
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE))
+
+from function_process import FunctionProcess
+
 SECONDS = 3600  # how long a drawing may take
 
 
@@ -46,6 +50,7 @@ class External:
     def __init__(self, run: "humanline.Run", function: str):
         self.policy, self.tokenizer, self.config = run.policy, run.sampler.tokenizer, run.config
         self.stops = run.sampler.stops
+        self.checked = run.sampler.checked
         self.name = f"--sampler {run.config.sampler}"
         self.log = run.out / "sampler.log"
         key = hashlib.sha256(str(run.out.resolve()).encode()).hexdigest()[:12]  # others may have the same folder
@@ -64,7 +69,7 @@ class External:
         command = shlex.split(os.environ.get("HUMANLINE_SAMPLER_COMMAND", ""))
         advice = "HUMANLINE_SAMPLER_COMMAND starts a Python that has it"
         with explained(self.name, f"see {self.log}", ModuleNotFoundError=advice):
-            self.process = function_process(path, name, SECONDS, command, environment, self.log)
+            self.process = FunctionProcess(path, name, SECONDS, command, environment, self.log)
         stack.callback(lambda: self.process.end())  # the present one: it may have been started anew
 
     def forget_weights(self, *_) -> None:
@@ -94,9 +99,10 @@ class External:
     def __call__(self, prompts: list, count: int, step: int, greedy: bool) -> list[tuple[list[int], list[float]]]:
         """Where the process dies, hangs or answers something else, it is started anew and asked again; raises UserError
         if that fails, too. The request holds all that the completions depend on."""
-        dtype = "float32" if self.policy.is_fp32 else "bfloat16"
+        is_fp32 = self.policy.dtype == torch.float32 and not self.config.is_mixed
+        dtype = "float32" if is_fp32 else "bfloat16"
         settings = {
-            "temperature": 0.001 if greedy else self.config.temperature,
+            "temperature": 0.0 if greedy else self.config.temperature,
             "top_p": 1.0 if greedy else self.config.top_p,
             "stop_ids": self.stops,
             "max_new_tokens": self.config.max_new_tokens,
@@ -106,42 +112,22 @@ class External:
             self.write_weights(getattr(torch, dtype))
         ids = [group.prompt for group in prompts]
         seed = humanline.seed_for(self.config.seed, "draw", step)
-        vocabulary = range(len(self.policy.get_input_embeddings().weight))
 
         def attempt() -> list:
             answer = self.process(ids, settings, count, seed, str(self.weights))
-            return checked(answer, len(prompts), count, settings, vocabulary)
+            lengths = [len(group) for group in answer] if isinstance(answer, list) else []
+            if lengths != [count] * len(prompts):
+                due = f"{count} completions for each of {len(prompts)} prompts"
+                raise RuntimeError(f"it returned {answer!r:.80}, not {due}")
+            return self.checked(list(itertools.chain(*answer)), sum(lengths))
 
         def attempt_twice() -> list:
             try:
                 return attempt()
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, OSError, TypeError, ValueError) as error:
                 warn(f"{self.name}: {error}; starting it anew")
             with explained(f"{self.name}, started anew", f"see {self.log}; then --resume latest"):
                 self.process.end()
                 return attempt()
 
         return from_first_rank(attempt_twice)
-
-
-def checked(answer: list, prompts: int, count: int, settings: dict, vocabulary: range) -> list:
-    """The answer as one list. Raises RuntimeError where it is not `count` pairs of ids and log-probs for each prompt, up
-    to and with the first stop token."""
-    longest, stops = settings["max_new_tokens"], settings["stop_ids"]
-    completions = []
-    try:
-        is_right = [len(group) for group in answer] == [count] * prompts
-        for ids, logps in itertools.chain(*answer):
-            is_ended = len(ids) == longest or ids[-1] in stops
-            is_cut = humanline.cut_at_stop(ids, stops) == ids and len(ids) == len(logps) <= longest
-            is_known = all(token in vocabulary for token in ids)
-            is_logp = all(-math.inf < value < 0.01 for value in logps)
-            is_right = is_right and is_ended and is_cut and is_known and is_logp
-            completions.append((ids, [round(value, 5) for value in logps]))
-    except (TypeError, ValueError, IndexError):
-        is_right = False
-    if not is_right:
-        raise RuntimeError(
-            f"it returned {answer!r:.80} where {count} completions for each of {prompts} prompts were due, each up to "
-            f"{longest} token ids that a stop ends, with their log-probs")
-    return completions

@@ -1,7 +1,7 @@
-"""A function of a file of the user's in a process of its own, for --reward, eval.py's --judge and --sampler.
+"""A function in a process of another Python, such as an engine's; configs/external.py draws with it.
 
 The trainer makes a FunctionProcess; that starts this same file as a program, which loads the function and answers.
-Only Python's own library is needed, as the process may be another Python's.
+The process needs nothing but Python's own library.
 """
 
 import contextlib
@@ -87,6 +87,7 @@ def serve_function(path: str, name: str, seconds: float) -> None:
     call."""
     requests = os.fdopen(os.dup(0))
     answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a program that the function starts must not read requests
     os.dup2(2, 1)  # what the function prints is no answer
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # where no memory is left, Linux ends this process, and not the trainer

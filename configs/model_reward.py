@@ -1,11 +1,14 @@
 """A reward model: --reward configs/model_reward.py:score is the output of a sequence classifier for each dialogue.
 
-  REWARD_MODEL=Skywork/Skywork-Reward-V2-Qwen3-0.6B python humanline.py ... --reward configs/model_reward.py:score \
-      --reward-seconds 600
+  python humanline.py ... --reward configs/model_reward.py:score --reward-seconds 600 \
+      --reward-args '{"model": "Skywork/Skywork-Reward-V2-Qwen3-0.6B"}'
 
-Copy it for another model. It works in a process of its own, on the GPU of the rank that started it. Its `score`
-output, as ArmoRM has one, counts, or else its last logit.
+It runs in a process of its own, on the GPU of the rank that started it. The reward is the model's `score` output where
+it has one, as ArmoRM does, and its last logit otherwise. ArmoRM's model code comes with the model, so it needs
+"trust_remote_code": true among the arguments.
 """
+
+import functools
 
 import os
 
@@ -14,28 +17,32 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.llama import modeling_llama
 
-NAME = os.environ.get("REWARD_MODEL", "RLHFlow/ArmoRM-Llama3-8B-v0.1")  # a Hugging Face name or a folder
 TOKENS = 16384  # with padding, in one forward pass
-# ArmoRM comes with code of its own, which imports what transformers 5 does not have.
-TRUST = {"trust_remote_code": NAME == "RLHFlow/ArmoRM-Llama3-8B-v0.1"}
-vars(modeling_llama).setdefault("LLAMA_INPUTS_DOCSTRING", "")
-
+vars(modeling_llama).setdefault("LLAMA_INPUTS_DOCSTRING", "")  # ArmoRM's code imports it; transformers 5 lacks it
 DEVICE = torch.device("cpu")
 if torch.cuda.is_available():
     DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
-tokenizer = AutoTokenizer.from_pretrained(NAME, **TRUST)
-model, info = AutoModelForSequenceClassification.from_pretrained(NAME, dtype=DTYPE, output_loading_info=True, **TRUST)
-if info["missing_keys"]:  # a language model, whose head would be random
-    raise ValueError(f"{NAME} has no {', '.join(sorted(info['missing_keys']))}")
-model.to(DEVICE).eval()
-text_config = model.config.get_text_config()
+
+@functools.cache
+def load(name: str, trust_remote_code: bool) -> tuple:
+    """The reward model and its tokenizer, once for all calls."""
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        name, dtype=DTYPE, output_loading_info=True, trust_remote_code=trust_remote_code)
+    if info["missing_keys"]:  # a language model, whose head would be random
+        raise ValueError(f"{name} has no {', '.join(sorted(info['missing_keys']))}")
+    return model.to(DEVICE).eval(), tokenizer
 
 
 @torch.no_grad()
-def score(prompts: list[list[dict]], completions: list[str], rows: list[dict]) -> list:
-    """A float for each completion; a text, which counts as failed, for one that the model has too few positions for."""
+def score(prompts: list[list[dict]], completions: list[str], rows: list[dict], model: str,
+          trust_remote_code: bool = False) -> list:
+    """A float for each completion; a text, which counts as failed, for one that the model has too few positions for.
+    `model` is a Hugging Face name or a folder."""
+    model, tokenizer = load(model, trust_remote_code)
+    text_config = model.config.get_text_config()
     encoded = []
     for prompt, text in zip(prompts, completions):
         dialogue = [*prompt, {"role": "assistant", "content": text}]

@@ -388,7 +388,7 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
         ones = [torch.ones(len(prompt), dtype=torch.long) for prompt in prompts]
         mask = pad_sequence(ones, True, 0, padding_side="left").to(device)
         torch.manual_seed(0)
-        with torch.autocast(device.type, torch.bfloat16, enabled=policy.is_mixed):
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.is_mixed):
             drawn = policy.generate(ids, attention_mask=mask, generation_config=GenerationConfig(**settings))
         return new * count if real else int(((drawn[:, ids.shape[1] :] % 128 == 0).cumsum(1) == 0).sum()) + count
 

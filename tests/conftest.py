@@ -98,7 +98,7 @@ def data_files(tmp_path_factory) -> dict[str, str]:
 # What each loss must know of a sequence, of one after the other in turn.
 SIGNALS = {
     "dpo": [dict(is_chosen=True), dict(is_chosen=False)],
-    "kto": [dict(is_chosen=True, weight=1.5), dict(is_chosen=False), dict(is_chosen=False)],
+    "kto": [dict(is_chosen=True, kto_weight=1.5), dict(is_chosen=False), dict(is_chosen=False)],
     "grpo": [dict(advantage=advantage, is_chosen=advantage > 0) for advantage in (1.2, -0.4, 0.0, -0.8)],
 }
 
@@ -125,7 +125,7 @@ def random_batch(loss: str, count: int = 8, seed: int = 0) -> Batch:
 def varied(tmp_path_factory) -> str:
     """A --reward that differs between most completions: a random model is never right, which teaches nothing."""
     path = tmp_path_factory.mktemp("rewards") / "rewards.py"
-    path.write_text("import zlib\n\n\ndef varied(prompts, completions, rows):\n"
+    path.write_text("import zlib\n\n\ndef varied(prompts, completions, rows, **_):\n"
                     "    return [zlib.crc32(text.encode()) % 7 / 7 for text in completions]\n")
     return f"{path}:varied"
 
@@ -178,7 +178,7 @@ def policy_of(tiny: str, **settings):
     """The tiny model, its tokenizer, and a configuration."""
     config = humanline.Config(**{"model": tiny, "batch_size": 4, **settings})
     policy, tokenizer = humanline.load_policy(config, torch.device("cpu"))
-    policy.shares_prompts = True
+    config.shares_prompts = True
     return policy, tokenizer, config
 
 

@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, pstdev
 
 import torch
@@ -25,7 +26,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path.append(".")
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "configs" / "demo"
+sys.path.append(str(ROOT))
 from humanline import seed_for  # of the order of its rows, and of its rejections
 
 @dataclass
@@ -37,7 +40,6 @@ class Settings:
     log_eps_p: float = -1.5
     log_eps_r: float = 1.5
     taper: bool = True
-    ratio: str = "token"
     kl_beta: float = 0.0
     sample_every: int = 0
     temperature: float = 1.0  # offline it stays 1
@@ -231,10 +233,10 @@ def draw(policy, tokenizer, row, step):
     return group
 
 def main():
-    policy = AutoModelForCausalLM.from_pretrained("configs/demo/model")
-    tokenizer = AutoTokenizer.from_pretrained("configs/demo/model")
-    rows = [json.loads(line) for line in open("configs/demo/rows.jsonl")]
-    test = [json.loads(line) for line in open("configs/demo/test.jsonl")]
+    policy = AutoModelForCausalLM.from_pretrained(DEMO / "model")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
+    rows = [json.loads(line) for line in open(DEMO / "rows.jsonl")]
+    test = [json.loads(line) for line in open(DEMO / "test.jsonl")]
 
     def pass_at_1():
         return fmean(sample.reward for row in test[:100] for sample in draw(policy, tokenizer, row, 0))

@@ -1,12 +1,16 @@
 """Changes as a reader of humanline.py would make them: each is one place of its text, and right everywhere."""
 
+import copy
+import dataclasses
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, gradient, metrics, policy_of, random_batch
+import torch
+from conftest import ROOT, gradient, metrics, policy_of, random_batch, same_weights
 from test_ranks import DRIVER, END, agree, torchrun
 
 import humanline
@@ -26,19 +30,20 @@ ANNEALED_CLIP = """
         high = config.log_eps_r / x.step
 """
 METRIC = """
-        "unclamped": (passes, x.mask),
+        "logp": (x.logps, x.mask),
 """, """
-        "unclamped": (passes, x.mask),
-        "grew": (log_ratio > 0, x.mask),
+        "logp": (x.logps, x.mask),
+        "grew": (x.log_ratio > 0, x.mask),
 """
 DPO_WITH_KL = """
-        compute=lambda x, d, perceived, config: dpo_loss(perceived[0::2], perceived[1::2], config.beta),
+    return dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
 """, """
-        compute=lambda x, d, perceived, config: (
-            dpo_loss(perceived[0::2], perceived[1::2], config.beta)
-            + config.kl_beta * token_kl(d).sum(-1).view(-1, 2).sum(-1)),
+    losses = dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
+    if config.kl_beta:  # else nothing asks for d
+        losses = losses + config.kl_beta * token_kl(x.d).sum(-1).view(-1, 2).sum(-1)
+    return losses
 """
-DPO_SETTINGS = 'settings="beta",', 'settings="beta kl_beta",'
+DPO_SETTINGS = 'unit="pair", settings="beta"', 'unit="pair", settings="beta kl_beta"'
 BEST_OF_TWO = """
 def best_of_two(run):
     mean = lambda drawn: sum(drawn[1]) / len(drawn[1])
@@ -52,14 +57,45 @@ def best_of_two(run):
 """
 
 
-def patched(tmp_path: Path, *patches: tuple[str, str]):
-    """humanline.py with these places changed, as a module and as a file of tmp_path."""
+GSPO = """
+        take_log_ratios(x, config)
+""", """
+        take_log_ratios(x, config)
+        x.log_ratio = x.log_ratio.sum(-1, keepdim=True) / x.mask.sum(-1, keepdim=True)
+"""
+OWN_REFERENCE = """
+        reference = Reference(policy, batches, config)
+""", """
+        reference = OwnReference(policy, batches, config, lookahead=False)
+"""
+EMA = """
+class OwnReference(Reference):
+    def sync(self, step):
+        policy = [part.to("cpu", copy=True) for part in self.parts]
+        self.weights = self.weights or policy
+        torch._foreach_lerp_(self.weights, policy, 0.25)
+"""
+SYNC_BY_DRIFT = """
+            if config.sync_k and step % config.sync_k == 0:
+""", """
+            if report["drift"] > 0.05:
+"""
+COSINE = """
+            report["lr"] = config.lr * min(1, step / max(1, warmup))
+""", """
+            report["lr"] = config.lr * min(1, step / max(1, warmup))
+            report["lr"] *= (1 + math.cos(math.pi * step / batches.steps)) / 2
+"""
+
+
+def patched(tmp_path: Path, *patches: tuple[str, str], more: str = ""):
+    """humanline.py with these places changed, and more classes, as a module and as a file of tmp_path."""
     text = (ROOT / "humanline.py").read_text(encoding="utf-8")
     for old, new in patches:
         assert text.count(old) == 1 and new.count("\n") - old.count("\n") <= 5
         text = text.replace(old, new)
     path = tmp_path / "humanline.py"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text.replace("\n# ---------- Log-probs", f"{more}\n# ---------- Log-probs"), encoding="utf-8")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     spec = importlib.util.spec_from_file_location(f"changed_{tmp_path.name}", path)
     module = importlib.util.module_from_spec(spec)
@@ -69,8 +105,8 @@ def patched(tmp_path: Path, *patches: tuple[str, str]):
 
 
 def test_a_loss_is_an_entry_of_the_table(tiny, monkeypatch):
-    def ipo(x, d, perceived, config):
-        sums = perceived.sum(-1)
+    def ipo(x, config):
+        sums = x.perceived.sum(-1)
         return (sums[0::2] - sums[1::2] - 1 / (2 * config.beta)) ** 2
 
     monkeypatch.setitem(LOSSES, "ipo", Loss(ipo, best_against_worst, "pair", settings="beta"))
@@ -193,3 +229,131 @@ def test_a_clip_that_anneals_is_one_place(tiny, tmp_path):
         found[step] = changed.forward_backward(policy, batch, config)
         assert found[step] == humanline.forward_backward(policy, batch, fixed)
     assert found[3]["clamped_high"] > found[1]["clamped_high"]
+
+
+# A loss says in its entry what it needs.
+
+def simpo(x, config):
+    """Meng et al. 2024: no reference, and log-probs a token."""
+    means = x.logps.sum(-1) / x.mask.sum(-1)
+    return -torch.nn.functional.logsigmoid(2 * (means[0::2] - means[1::2]) - 0.5)
+
+
+@pytest.mark.parametrize("more", ["", "--sample-every 2"])
+def test_a_loss_can_do_without_a_reference(run, monkeypatch, capsys, more):
+    monkeypatch.setitem(LOSSES, "simpo", Loss(simpo, best_against_worst, "pair", needs_reference=False))
+    monkeypatch.setattr(humanline, "attach_logps", None)  # no pass of another policy is made
+    lines = metrics(run(f"--loss simpo {more}"))
+    assert "objective   SIMPO; " in capsys.readouterr().out
+    assert lines[-1]["loss"] != lines[0]["loss"] and not {"kl", "drift", "unclamped"} & lines[0].keys()
+    for flag in ("--sync-k 2", "--perception none", "--taper"):
+        with pytest.raises(humanline.UserError, match="--loss simpo does not read " + flag.split()[0]):
+            run(f"--loss simpo {flag}")
+
+
+def test_a_loss_can_use_log_probs_beside_the_log_ratio(tiny, monkeypatch):
+    def with_nll(x, config):
+        return LOSSES["dpo"].compute(x, config) - x.logps.sum(-1)[0::2]
+
+    monkeypatch.setitem(LOSSES, "dpo-nll", Loss(with_nll, best_against_worst, "pair", settings="beta"))
+    policy, _, config = policy_of(tiny, loss="dpo-nll")
+    batch = random_batch("dpo")
+    both, alone = (humanline.forward_backward(policy, batch, humanline.Config(model=tiny, loss=loss))["loss"]
+                   for loss in ("dpo-nll", "dpo"))
+    nll = -sum(humanline.log_probs(policy, [[sequence]]).sum().item() for sequence in batch.sequences[0::2]) / 4
+    assert both - alone == pytest.approx(nll, rel=1e-5)
+
+
+def test_d_is_to_the_reference_and_log_ratio_to_the_old_policy(run, monkeypatch):
+    seen = []
+
+    def compute(x, config):
+        seen.append((x.logps - x.ref_logps - x.d).abs().max() + (x.logps - x.old_logps - x.log_ratio).abs().max())
+        assert not torch.equal(x.ref_logps, x.old_logps) or x.step <= 2
+        return LOSSES["grpo"].compute(x, config)
+
+    monkeypatch.setitem(LOSSES, "spied", dataclasses.replace(LOSSES["grpo"], compute=compute))
+    run("--loss spied --no-humanline --sample-every 2 --kl-beta 0.1")
+    assert len(seen) >= 6 and max(seen) == 0
+
+
+def test_a_loss_can_learn_from_groups_without_a_difference(run, tmp_path, monkeypatch):
+    (tmp_path / "same.py").write_text("def same(prompts, completions, rows):\n    return [1.0] * len(rows)\n")
+    nll = Loss(lambda x, config: -x.logps, lambda group: [group.sequences], "group", needs_reference=False, needs_all=True)
+    monkeypatch.setitem(LOSSES, "nll", nll)
+    lines = metrics(run(f"--loss nll --sample-every 1 --reward {tmp_path}/same.py:same"))
+    assert all(line["no_difference"] == 1 and line["grad_norm"] > 0 for line in lines)
+
+
+def test_a_loss_of_ones_own_runs_on_the_demo_wherever_its_entry_stands(monkeypatch):
+    own = {name: Loss(simpo, LOSSES[like].make_units, LOSSES[like].unit, needs_reference=False)
+           for name, like in (("a-pair", "dpo"), ("a-group", "grpo"))}
+    monkeypatch.setattr(humanline, "LOSSES", own | LOSSES)
+    assert humanline.parse_config(["--loss", "dpo"]).data == humanline.parse_config(["--loss", "a-pair"]).data
+    for name in own:
+        config = humanline.parse_config(["--loss", name])
+        assert config.loss == name and config.prior == 0 and config.sync_k == 0 and not config.taper
+
+
+# The reference and the schedule.
+
+def test_the_ratio_of_whole_sequences_is_perceived_as_a_whole(tiny, tmp_path):
+    changed = patched(tmp_path, GSPO)
+    policy, _, config = policy_of(tiny, log_eps_p=-0.2, log_eps_r=0.3)
+    batch = random_batch("grpo")
+    report = changed.forward_backward(policy, batch, config)
+    places = []
+    for sequence in batch.sequences:
+        ratio = (humanline.log_probs(policy, [[sequence]])[0] - sequence.ref_logps).mean().item()
+        places += [(ratio > 0.3) - (ratio < -0.2)] * len(sequence.completion)
+    for name, place in (("clamped_low", -1), ("unclamped", 0), ("clamped_high", 1)):
+        assert report[name] == pytest.approx(places.count(place) / len(places)), name
+    assert len(set(places)) > 1
+
+
+@pytest.mark.parametrize("more", ["", "--sample-every 3"])
+@pytest.mark.parametrize("rule", ["ema", "drift"])
+def test_a_reference_can_follow_the_policy_by_another_rule(tiny, data_files, varied, tmp_path, monkeypatch, rule, more):
+    patches = [OWN_REFERENCE] + [SYNC_BY_DRIFT] * (rule == "drift")
+    changed = patched(tmp_path, *patches, more=EMA if rule == "ema" else "class OwnReference(Reference): pass\n")
+    forward_backward, syncs, gaps = changed.forward_backward, [], []
+
+    def watched(policy, batch, config):
+        nonlocal expected
+        expected = expected or copy.deepcopy(policy)  # the reference as it should be
+        for sequence, logps in zip(batch.sequences, humanline.sequence_logps(expected, batch.sequences, config)):
+            if not sequence.is_idle:
+                gaps.append((sequence.ref_logps - logps).abs().max().item())
+        report = forward_backward(policy, batch, config)
+        weight = 0.25 if rule == "ema" else float(report["drift"] > 0.05)
+        syncs.append(weight)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(expected.parameters()), list(policy.parameters()), weight)
+        return report
+
+    expected = None
+    monkeypatch.setattr(changed, "forward_backward", watched)
+    flags = (f"--model {tiny} --data {data_files['groups']} --steps 8 --batch-size 4 --lr 1e-2 --max-new-tokens 4 "
+             f"--group-size 4 --sync-k 1 --reward {varied} --out {tmp_path}/out {more}")
+    changed.train(changed.parse_config(flags.split()))
+    assert len(gaps) > 20 and max(gaps) < 1e-4 and (rule == "ema" or set(syncs) == {0, 1})
+
+
+@pytest.mark.parametrize("flags", ["--loss kto --sync-k 3", "--loss dpo --sync-k 2 --sample-every 3",
+                                   "--sync-k 3 --sample-every 4", "--no-humanline --sample-every 3 --kl-beta 0.1"])
+def test_lookahead_changes_no_weight(run, monkeypatch, flags):
+    ahead = run(flags)
+    monkeypatch.setattr(humanline.Reference.__init__, "__defaults__", (False,))
+    plain = run(flags)
+    assert same_weights(ahead, plain)
+
+
+def test_a_schedule_is_one_place_and_a_resume_keeps_it(tiny, data_files, tmp_path):
+    changed = patched(tmp_path, COSINE)
+    flags = f"--model {tiny} --data {data_files['groups']} --steps 6 --batch-size 4 --save-every 3 --out {tmp_path}/out"
+    changed.train(changed.parse_config(flags.split()))
+    whole = [line["lr"] for line in metrics(tmp_path / "out")]
+    shutil.rmtree(tmp_path / "out" / "final")
+    shutil.rmtree(tmp_path / "out" / "checkpoint" / "step-00000006")
+    changed.train(changed.parse_config([*flags.split(), "--resume", "latest"]))
+    assert [line["lr"] for line in metrics(tmp_path / "out")] == whole and whole[-1] == 0 < whole[0]

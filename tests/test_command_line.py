@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from conftest import ROOT, command, metrics, write_jsonl
@@ -28,7 +30,9 @@ def short_run(tiny: str, data: str, more: str = "") -> list[str]:
 # Configuration.
 
 @pytest.mark.parametrize("flags, words", [
-    ("", "GRPO, humanline with taper"), ("--no-taper", "GRPO, humanline"), ("--no-humanline --no-taper", "GRPO, plain"),
+    ("", "GRPO, humanline with taper and prior"), ("--prior 0", "GRPO, humanline with taper"),
+    ("--no-humanline --no-taper", "GRPO, plain with prior"), ("--no-humanline --no-taper --prior 0", "GRPO, plain"),
+    ("--loss dpo", "DPO, humanline with taper"), ("--loss kto --no-humanline --no-taper", "KTO, plain"),
     ("--model x --data y --loss dpo --perception none", "DPO, humanline's sync alone"),
     ("--model x --data y --loss kto --sync-k 0", "KTO, humanline's perception alone")])
 def test_a_run_is_called_what_it_is(flags, words):
@@ -40,6 +44,13 @@ def test_the_settings_of_the_demo_are_the_demos_alone():
     assert (other.lr, other.steps, other.eval_data, other.sync_k, other.save_every) == (1e-6, None, None, 1, 64)
 
 
+def test_a_tilde_in_out_is_the_home_folder(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run("--steps 1", out="~/mine")
+    assert (tmp_path / "mine" / "final").is_dir() and not Path("~").exists()
+
+
 @pytest.mark.parametrize("form", ["--config {}", "--config={}"])
 def test_a_config_file_sets_defaults_and_flags_override_it(tmp_path, form):
     path = tmp_path / "run.toml"
@@ -49,22 +60,26 @@ def test_a_config_file_sets_defaults_and_flags_override_it(tmp_path, form):
     assert config.data == ("a.jsonl", "b.jsonl")
 
 
-def test_every_setting_survives_the_runs_config_file(tmp_path):
+@pytest.mark.parametrize("loss", humanline.LOSSES)
+def test_every_setting_survives_the_runs_config_file(tmp_path, loss):
     special = dict(
-        loss="grpo", perception="sample", dtype="mixed", average="constant",
-        track="wandb", sampler="a.py:f", sample_every=2, model="some/model", data=("a b.jsonl", 'q"uo'),
-        reward="b.py:f", log_eps_p=-float("inf"), log_eps_r=float("inf"), top_p=0.5, warmup=0.5,
-        system='emoji 🙂, "quote" \\ \n\t 汉字', prompt_template="é {prompt}", humanline=False)
-    left = {"config", "out", "resume", "lora", "beta", "desirable_weight", "undesirable_weight", *special}
-    change = {bool: lambda value: not value, int: lambda value: value + 3, float: lambda value: value * 0.7 + 0.1}
+        loss=loss, model="some/model", data=("a b.jsonl", 'q"uo'), eval_data="c.jsonl", reward="b.py:f",
+        perception="sample", dtype="mixed", average="constant", sampler="a.py:f", top_p=0.5, warmup=0.5,
+        system='emoji 🙂, "quote" \\ \n\t 汉字', prompt_template="é {prompt}", humanline=False,
+        log_eps_p=-float("inf"), log_eps_r=float("inf"))
+    change = {bool: lambda value: not value, int: lambda value: (value or 0) + 3,
+              float: lambda value: (value or 0) * 0.7 + 0.1, str: lambda value: "text"}
+    of_losses = {name for entry in humanline.LOSSES.values() for name in entry.settings.split()}
+    left = {"config", "out", "resume"} | of_losses - set(humanline.LOSSES[loss].settings.split())
+    special = {name: value for name, value in special.items() if name not in left}
     for field in dataclasses.fields(Config):
-        value = {"steps": 5, "limit": 3}.get(field.name, field.default)
-        if field.name not in left and type(value) in change:
-            special[field.name] = change[type(value)](value)
+        if field.name not in left | special.keys():
+            kind, *_ = get_args(field.type) or [field.type]
+            special[field.name] = change[kind](field.default)
     config = Config(**special)
+    assert config.given.keys() | {"loss"} == {field.name for field in dataclasses.fields(Config)} - left
     (tmp_path / "config.toml").write_text(humanline.to_toml(config), encoding="utf-8")
-    again = parse(f"--config {tmp_path}/config.toml")
-    assert dataclasses.replace(again, config=None) == config and len(config.given) > 40
+    assert dataclasses.replace(parse(f"--config {tmp_path}/config.toml"), config=None) == config
 
 
 def test_the_runs_config_file_holds_what_was_set_so_that_another_loss_has_its_own_defaults(tmp_path):
@@ -118,14 +133,14 @@ BAD_FLAGS = [
     ("--sinc-k 3", r"--sinc-k, 3; did you mean --sync-k\?; see --help$"),  # without that flag's own help
     ("--loss ppo", r"--loss ppo: did you mean 'dpo'\?"),
     ("--loss sft", r"--loss sft: known: dpo, grpo, kto"),
-    ("--kl-beta 0.1 --loss dpo", r"--kl-beta is of --loss grpo; --loss dpo does not read it"),
+    ("--kl-beta 0.1 --loss dpo", r"--loss dpo does not read --kl-beta; leave it out"),
     ("--lr", r"--lr"),
     ("--lr fast", r"--lr: could not convert string to float: 'fast'; see --help$"),
     ("--lr nan", r"--lr is nan; it must lie from 1e-12 to"),
     ("--log-eps-p 2", r"--log-eps-p 2\.0 is not below --log-eps-r 1\.5"),
     ("--temperature 1e-300", r"--temperature is 1e-300; it must lie from 0\.001 to 1000"),
     ("--top-p 1.5", r"--top-p is 1\.5; it must lie from"),
-    ("--batch-size 99999999999", r"--batch-size is 99999999999; it must lie from 1 to 1e\+06"),
+    ("--batch-size 99999999999", r"--batch-size 99999999999: a step takes"),
     ("--sample-every 1 --group-size 1", r"--group-size 1 leaves nothing to compare"),
     ("--prompt-template hello", r"--prompt-template has no \{prompt\}"),
     ("--resume latest", r"--resume latest .* name it with --out"),
@@ -135,18 +150,21 @@ BAD_FLAGS = [
     ("--model no-such-folder", r"--model no-such-folder: .*; name a Hugging Face model or a folder"),
     ("--no-humanline --sync-k 7", r"--sync-k: --no-humanline is without it"),
     ("--out /dev/null/x", r"--out /dev/null/x: .*; choose another folder"),
+    ("--template-values {enable_thinking:false}", r"--template-values: .*; write JSON, such as '\{\"enable_thi"),
+    ("--template-values [1]", r"--template-values: .*; write JSON"),
+    ("--sample-every 1 --max-new-tokens 64", r"no row is left: .* in 64 of the model's 64; .* --max-new-tokens"),
+    ("--max-length 30 --max-prompt-length 3", r"must fit in 3 tokens, and with its completion in 30 of the model's 64"),
     ("--shard", r"--shard needs several ranks; start torchrun"),
     ("--data x --data y", r"--data is there twice; write --data ONE OTHER"),
-    ("--sync-drift 0.2", r"--sync-drift, 0\.2.*; write sync_k$"),
-    ("--no-rollouts", r"--no-rollouts.*; leave it out$"),
+    ("--data=x --data=y", r"--data is there twice; write --data ONE OTHER"),
+    ("--no_humanline --sync_k=4", r"--sync-k: --no-humanline is without it"),
     ("extra", r"extra"),
 ]
 BAD_CONFIGS = [
-    ("stale = 'taper'\n", r"unknown key 'stale'; write taper = true"),
     ("sync_q = 3\n", r"bad\.toml: unknown key 'sync_q'; did you mean 'sync_k'"),
     ("sync_k = \n", r"line 1, column 10.*valid TOML"),
     ("lr = 'fast'\n", r"--lr.*'fast'"),
-    ("lr = [1, 2]\n", r"lr = \[1, 2\] must be a single value"),
+    ("lr = [1, 2]\n", r"--lr: could not convert string to float: '\[1, 2\]'"),
     ("sync_k = -3\n", r"--sync-k is -3"),
 ]
 BAD_ROWS = [  # (loss and flags, rows, complaint)
@@ -166,7 +184,7 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
      r"row 1: a message's content is \['a'\], not text"),
     ("grpo", [{"prompt": "a", "answer": "b"}], r"prompts without completions, or without their labels; draw them with --sample-every 1"),
     ("grpo --sample-every 1", [{"prompt": "a"}], r"row 1: no answer; --reward exact"),
-    ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is left; raise --max-length or --max-prompt-length"),
+    ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is left: a prompt must fit in 64 tokens"),
     ("dpo", [], r"no rows"),
 ]
 
@@ -188,6 +206,7 @@ def test_a_bad_flag_is_one_line(tiny, data_files, tmp_path, capsys, monkeypatch,
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     start = [] if "--model" in flags else ["--model", tiny]
     start += [] if "--data" in flags else ["--data", data_files["groups"]]
+    start += [] if "--batch-size" in flags else ["--batch-size", "4"]
     assert re.search(expected, complaint(start + flags.split(), tmp_path, capsys))
 
 
@@ -195,16 +214,6 @@ def test_a_bad_flag_is_one_line(tiny, data_files, tmp_path, capsys, monkeypatch,
 def test_a_bad_config_file_is_one_line(tmp_path, capsys, text, expected):
     (tmp_path / "bad.toml").write_text(text)
     assert re.search(expected, complaint(["--config", str(tmp_path / "bad.toml")], tmp_path, capsys))
-
-
-def test_a_key_of_yesterday_is_refused_with_what_replaces_it(tmp_path):
-    known = {field.name for field in dataclasses.fields(Config)}
-    gone = {name for names in humanline.GONE.values() for name in names.split()}
-    for name in gone - known:
-        (tmp_path / "old.toml").write_text(f"{name} = 'x'\n")
-        with pytest.raises(humanline.UserError, match=f"unknown key '{name}'; ") as error:
-            parse(f"--config {tmp_path}/old.toml")
-        assert str(error.value).endswith(humanline.instead_of(name))
 
 
 @pytest.mark.parametrize("loss, rows, expected", BAD_ROWS, ids=[expected[:40] for _, _, expected in BAD_ROWS])
@@ -238,7 +247,7 @@ def test_the_error_reaches_the_shell_as_one_line_and_status_2(tmp_path):
 
 def test_without_out_the_folder_has_the_losss_name_and_the_time(tiny, data_files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    humanline.train(parse(f"--model {tiny} --data {data_files['pairs']} --loss dpo --steps 1"))
+    humanline.train(parse(f"--model {tiny} --data {data_files['pairs']} --loss dpo --steps 1 --batch-size 4"))
     [folder] = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"dpo-\d{4}-\d{6}-\d+", folder.name) and (folder / "final").is_dir()
 
@@ -259,7 +268,7 @@ def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(tiny, data_f
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("lr = 1e-3  # mine\n")
     flags = f"--model {tiny} --data {data_files['groups']} --out {tmp_path / 'out'} {more}".split()
-    assert f"its {name} was not written by a run" in complaint(flags, tmp_path, capsys)
+    assert f"{name} there was not written by this version of humanline.py;" in complaint(flags, tmp_path, capsys)
     assert (tmp_path / "out" / name).read_text() == "lr = 1e-3  # mine\n"
 
 
@@ -285,7 +294,7 @@ def test_two_runs_in_one_folder_do_not_overlap(tiny, data_files, tmp_path, monke
 @pytest.mark.parametrize("out", ["file", "file/inside", "x" * 300])
 def test_an_impossible_folder_is_one_line(tiny, data_files, tmp_path, capsys, out):
     (tmp_path / "file").write_text("")
-    flags = f"--model {tiny} --data {data_files['groups']} --steps 1 --out {tmp_path / out}".split()
+    flags = f"--model {tiny} --data {data_files['groups']} --steps 1 --batch-size 4 --out {tmp_path / out}".split()
     assert humanline.main(flags) in (1, 2)
     lines = [line for line in capsys.readouterr().err.splitlines() if "warning" not in line]
     assert len(lines) == 1 and str(tmp_path) in lines[0]
@@ -293,34 +302,77 @@ def test_an_impossible_folder_is_one_line(tiny, data_files, tmp_path, capsys, ou
 
 def test_a_run_that_was_not_measured_before_its_first_step_ends_in_a_line_all_the_same():
     made = SimpleNamespace(config=parse("--model m --data d"), out=Path("out"), stopped_at=None, started=0,
-                           batches=SimpleNamespace(steps=7), known=dict(accuracy=0.5, greedy=0.6))
+                           batches=SimpleNamespace(steps=7), latest=dict(accuracy=0.5, greedy=0.6))
     assert humanline.last_line(made).startswith("GRPO, humanline, 7 steps in")
 
 
-# The file alone, and where there is no POSIX.
+# The file alone.
 
-def test_the_file_alone_trains_a_model_and_says_where_it_looked_for_the_reward_of_mathematics(
-        tiny, data_files, tmp_path):
-    shutil.copy(ROOT / "humanline.py", tmp_path)
-    reward = "def length(prompts, completions, rows):\n    return [len(text) for text in completions]\n"
-    (tmp_path / "length.py").write_text(reward)
-    flags = short_run(tiny, data_files["prompts"], "--sample-every 1")
+@pytest.fixture(scope="module")
+def alone(tiny, tmp_path_factory):
+    """alone(FLAGS) runs a copy of humanline.py in a folder that holds nothing else of ours."""
+    folder = tmp_path_factory.mktemp("alone")
+    shutil.copy(ROOT / "humanline.py", folder)
 
-    def run(reward: str, out: str) -> subprocess.CompletedProcess:
-        line = [sys.executable, "humanline.py", *flags, "--reward", reward, "--out", out]
-        return subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    def run(*flags: str) -> subprocess.CompletedProcess:
+        line = [sys.executable, "humanline.py", *flags]
+        return subprocess.run(line, capture_output=True, text=True, cwd=folder, timeout=600)
 
-    done = run("length.py:length", "out")
+    run.folder = folder
+    return run
+
+
+def test_the_file_alone_explains_its_flags(alone):
+    done = alone("--help")
+    assert done.returncode == 0 and "--sync-k" in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize("data, more", [("pairs", "--loss dpo"), ("prompts", "--sample-every 1")])
+def test_the_file_alone_trains_offline_and_online(alone, tiny, data_files, data, more):
+    done = alone(*short_run(tiny, data_files[data], more), "--out", data)
     assert done.returncode == 0, done.stderr
-    assert len(metrics(tmp_path / "out")) == 3 and (tmp_path / "out" / "final" / "model.safetensors").exists()
-    done = run("math", "other")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert not (tmp_path / "other").exists()
-    assert re.match(r"humanline.py: error: --reward math: .*No such file.*math_reward\.py", done.stderr)
+    assert len(metrics(alone.folder / data)) == 3 and (alone.folder / data / "final" / "model.safetensors").exists()
+    assert "; compare with: python humanline.py --config" in done.stdout
 
 
-def test_it_imports_and_parses_where_there_is_no_posix():
-    code = ("import signal, sys\nsys.modules['fcntl'] = None\ndel signal.SIGHUP\n"
-            "import torch, humanline\nhumanline.parse_config([])\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+MOODS = """
+import os, subprocess, sys, time
+import neighbour
+
+def mood(prompts, completions, rows, good):
+    print("rewarding")
+    subprocess.run(["cat"])  # reads its input to the end, which comes at once
+    for row in rows:
+        if row["mood"] == "hang": time.sleep(1000)
+        if row["mood"] == "exit": sys.exit(3)
+        if row["mood"] == "crash": os.abort()
+        if row["mood"] == "raise": raise ValueError("no")
+    return [float("nan") if row["mood"] == "nan" else neighbour.value + good for row in rows]
+"""
+
+
+def test_the_file_alone_keeps_its_promise_that_no_reward_stops_a_run(alone, tiny):
+    (alone.folder / "sub").mkdir()
+    (alone.folder / "sub" / "neighbour.py").write_text("value = 1")
+    (alone.folder / "sub" / "moods.py").write_text(MOODS)
+    moods = ["good", "hang", "exit", "crash", "raise", "nan"]
+    data = write_jsonl(alone.folder / "rows.jsonl", [dict(prompt=mood, mood=mood) for mood in moods])
+    done = alone("--model", tiny, "--data", data, *("--sample-every 1 --steps 1 --batch-size 6 --group-size 2 "
+                 "--max-new-tokens 3 --reward sub/moods.py:mood --reward-seconds 1 --out moods").split(),
+                 "--reward-args", '{"good": 5}')
     assert done.returncode == 0, done.stderr
+    [line] = metrics(alone.folder / "moods")
+    assert line["failed"] == 10 and line["reward"] == pytest.approx(1.0)  # 6 for 2 samples of 12, else 0
+
+
+def test_the_file_alone_says_what_the_reward_of_mathematics_needs(alone, tiny, data_files):
+    done = alone(*short_run(tiny, data_files["prompts"], "--sample-every 1 --reward math"), "--out", "math")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (alone.folder / "math").exists()
+    assert re.search(r"error: --reward math needs .*configs/math_reward\.py; copy that file there", done.stderr)
+
+
+def test_the_scripts_own_requirements_are_those_of_requirements_txt():
+    block = re.search(r"^# /// script\n(.*?)^# ///$", (ROOT / "humanline.py").read_text(), re.DOTALL | re.MULTILINE)
+    script = tomllib.loads(re.sub("^# ", "", block[1], flags=re.MULTILINE))
+    needed = (ROOT / "requirements.txt").read_text().partition("\n#")[0].splitlines()
+    assert script["dependencies"] == needed and script["requires-python"] == ">=3.11"

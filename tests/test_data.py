@@ -51,7 +51,7 @@ def test_kto_weighs_both_kinds_the_same_unless_told_otherwise():
     def weights(*groups, **settings):
         sequences = [sequence for unit in units("kto", *groups) for sequence in unit]
         LOSSES["kto"].set_weights(sequences, Config(loss="kto", **settings))
-        return [sequence.weight for sequence in sequences]
+        return [sequence.kto_weight for sequence in sequences]
 
     assert weights(GROUP) == [1.0, 3.0, 1.0, 1.0]
     assert weights(GROUP, desirable_weight=1.1, undesirable_weight=0.5) == [0.5, 1.1, 0.5, 0.5]
@@ -104,6 +104,8 @@ PUBLISHED = {  # name: (row, prompt, completions, rewards)
     "TRL KTO conversational": (
         {"prompt": [USER("Sky?")], "completion": [ASSISTANT("Green.")], "label": False},
         [USER("Sky?")], ["Green."], [0.0]),
+    "orca_dpo_pairs": ({"system": "Be brief.", "question": "Hi", "chosen": "Hello.", "rejected": "Well, hello."},
+                       [{"role": "system", "content": "Be brief."}, USER("Hi")], ["Hello.", "Well, hello."], [1.0, 0.0]),
     "TRL GRPO conversational": ({"prompt": [USER("Sky?")], "solution": "blue"}, [USER("Sky?")], [], []),
 }
 
@@ -164,11 +166,11 @@ def test_halos_feedback_files(tmp_path):
     common = dict(prompt=[USER("Hi")], split="train")
     binary = read(dict(common, prompt_id=0, output=[ASSISTANT("Yes")], label=1, reward=0.7, type="binary_feedback"))
     assert binary.labelled and binary.rewards == [1.0] and binary.completions == ["Yes"]
-    for label in (1, 0):
+    for label, is_a in ((1, 1), (0, 0), ("1", 1), ("0", 0), (True, 1), ("False", 0)):
         pair = read(dict(
             common, prompt_id=0, output_A=[ASSISTANT("A")], output_B=[ASSISTANT("B")], label=label,
             reward_A=1.0, reward_B=0.2, reward_difference=0.8, type="pairwise_feedback"))
-        assert (pair.completions, pair.rewards, pair.labelled) == (["A", "B"], [label, 1 - label], False)
+        assert (pair.completions, pair.rewards, pair.labelled) == (["A", "B"], [is_a, 1 - is_a], False)
     scalar = [
         dict(common, prompt_id=i // 3, output=[ASSISTANT(f"say {i}")], reward=i / 10, type="scalar_feedback")
         for i in range(6)]
@@ -183,6 +185,8 @@ def test_system_message_and_prompt_template_surround_the_prompt():
     assert row.prompt == [{"role": "system", "content": "Be brief."}, USER("1+1?\nPut the answer in \\boxed{}.")]
     row = read({"prompt": [{"role": "system", "content": "Mine."}, USER("1+1?")]}, system="Be brief.")
     assert row.prompt[0]["content"] == "Mine." and len(row.prompt) == 2
+    assert read({"system": "Mine.", "prompt": "1+1?"}, system="Be brief.").prompt[0]["content"] == "Mine."
+    assert read({"system": "", "prompt": "1+1?"}).prompt == [USER("1+1?")]
     rollout = dict(prompt="1+1? Box it.", completion="2", reward=1, tokens=[5, 3], logps=[-1.0, -1.0])
     assert read(rollout, prompt_template="{prompt} Box it.").prompt == [USER("1+1? Box it.")]  # it has been filled in
     row = read({"prompt": "1+1?", "topic": "a {prompt}"}, prompt_template="On {topic}: {prompt} \\frac{1}{2}")
@@ -209,7 +213,7 @@ def test_over_long_rows_are_dropped_and_counted_in_one_warning(tiny, capsys, set
     rows = [dict(prompt="p" * prompt, chosen="a" * chosen, rejected="b") for prompt, chosen in lengths]
     _, groups = encoded(tiny, rows, **settings)
     assert [group.row for group in groups] == kept
-    assert capsys.readouterr().err.strip().endswith(f"--data: dropped {4 - len(kept)} rows as over-long; see --max-length")
+    assert f"--data: dropped {4 - len(kept)} rows as over-long: a prompt must fit in" in capsys.readouterr().err
 
 
 def test_online_prompts_need_room_for_a_completion(tiny):
@@ -227,7 +231,7 @@ def test_every_epoch_sees_every_unit_once_in_an_order_of_its_own():
         batches = Batches(Config(loss="dpo", batch_size=4, steps=6, seed=seed), groups, 64)
         batches.make(6)
         assert [batch.step for batch in batches.pending] == list(range(1, 7))
-        return [sequence.row for batch in batches.pending for sequence in batch.sequences[::2]]
+        return [sequence.prompt[0] for batch in batches.pending for sequence in batch.sequences[::2]]
 
     rows = rows_in_order(seed=0)
     assert sorted(rows[:12]) == sorted(rows[12:]) == list(range(12)) and rows[:12] != rows[12:] != list(range(12))

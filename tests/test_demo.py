@@ -36,8 +36,14 @@ def test_the_command_without_arguments_aligns_a_model_and_suggests_the_baseline(
     lines = metrics(out)
     assert len(lines) == 256 and lines[-1]["accuracy"] == pytest.approx(after, abs=5e-4)
     monkeypatch.chdir(folder)
-    config = humanline.parse_config(last.split("python humanline.py ")[1].split())
-    assert not config.humanline and config.sync_k == 0 and config.perception == "none" and config.lr == 8e-4
+    config = humanline.parse_config(last.split(f"python {ROOT}/humanline.py ")[1].split())
+    assert humanline.in_words(config) == "GRPO, plain" and config.lr == 8e-4
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
+def test_the_plain_form_that_the_demos_settings_name_is_plain(loss):
+    [flags] = re.findall(r"# Compare: (.*?) \(plain\)", (DEMO / f"{loss}.toml").read_text())
+    assert humanline.in_words(humanline.parse_config(f"--loss {loss} {flags}".split())) == f"{loss.upper()}, plain"
 
 
 def test_its_final_folder_loads_in_plain_transformers_and_adds(first):

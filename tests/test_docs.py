@@ -1,10 +1,12 @@
 """What the texts say of the files, the flags and the metrics is so."""
 
 import re
+import subprocess
 
 import pytest
 from conftest import ROOT, metrics
 
+import eval as evaluation
 import humanline
 
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "tests" / "claims").glob("*.md")), ROOT / "configs" / "trl.md"]
@@ -34,9 +36,26 @@ def test_every_path_in_the_readme_exists():
 def test_every_flag_in_the_texts_exists(path):
     known = {name.replace("_", "-") for name in humanline.Config.__dataclass_fields__}
     known |= {f"no-{name}" for name in known}
-    others = {"extra-index-url", "nproc-per-node", "nproc_per_node", "help", "trl-python", "real", "rounds", "train-steps"}
+    others = {"nproc_per_node", "shutdown-timeout", "help", "real", "rounds", "train-steps"}  # of other programs
     used = set(re.findall(r"--([a-z][\w-]*)", path.read_text()))
     assert used - known - others == set()
+    assert path.name != "README.md" or others <= used
+
+
+def test_every_command_of_eval_that_the_texts_and_configs_name_exists():
+    commands = set(re.findall(r"python eval\.py (\w+)", evaluation.__doc__))
+    assert len(commands) == len(evaluation.COMMANDS)
+    for path in [ROOT / "README.md", *(ROOT / "configs").rglob("*.toml"), *(ROOT / "configs").glob("*.py")]:
+        assert set(re.findall(r"\beval\.py (\w+)", path.read_text())) <= commands, path.name
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_every_commit_that_the_texts_name_exists(path):
+    git = lambda *line: subprocess.run(["git", "-C", str(ROOT), *line], capture_output=True, text=True)
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("not a whole clone")
+    named = set(re.findall(r"\b(?=[0-9]*[a-f])[0-9a-f]{7}\b", path.read_text()))
+    assert [name for name in named if git("merge-base", "--is-ancestor", name, "HEAD").returncode] == []
 
 
 def test_the_readme_can_be_read_in_five_minutes():

@@ -234,6 +234,28 @@ def test_the_higher_reward_wins_and_ties_count_half(ask, tiny, data_files, tmp_p
     assert math.isclose(line_of(said, "win rate")[0], np.mean([pair["preference"] for pair in pairs]), abs_tol=6e-4)
 
 
+def test_only_desirable_completions_of_the_data_are_something_to_beat(ask, tiny, tmp_path, capsys):
+    labels = [False, True, True, False, True]
+    rows = [dict(prompt=f"p{i}", completion=f"c{i}", label=label, answer="x") for i, label in enumerate(labels)]
+    data = write_jsonl(tmp_path / "labels.jsonl", rows)
+    said = ask(f"winrate --model {tiny} --against data --data {data} --max-new-tokens 3 --out pairs.jsonl")
+    assert [pair["against"] for pair in read_lines(tmp_path / "pairs.jsonl")] == ["c1", "c2", "c4"] and "3 prompts" in said
+    data = write_jsonl(tmp_path / "bad.jsonl", [row for row in rows if not row["label"]])
+    assert evaluation.main(f"winrate --model {tiny} --data {data} --max-new-tokens 3".split()) == 2
+    assert "or no good one; name a model: --against MODEL" in capsys.readouterr().err
+
+
+def test_the_pairs_of_a_win_rate_become_what_alpaca_eval_reads(ask, tiny, data_files, tmp_path):
+    ask(f"winrate --model {tiny} --data {data_files['groups']} --max-new-tokens 3 --out pairs.jsonl")
+    subprocess.run([sys.executable, ROOT / "configs" / "alpaca_eval.py", "pairs.jsonl"], check=True, cwd=tmp_path)
+    pairs, rows = read_lines(tmp_path / "pairs.jsonl"), read_lines(Path(data_files["groups"]))
+    for side in ("output", "against"):
+        outputs = json.loads((tmp_path / f"pairs-{side}.json").read_text(encoding="utf-8"))
+        assert [line["output"] for line in outputs] == [pair[side] for pair in pairs]
+        assert [line["instruction"] for line in outputs] == [row["prompt"] for row in rows]
+        assert {(line["generator"], line["dataset"]) for line in outputs} == {(side, "pairs")}
+
+
 def test_a_run_is_asked_in_its_own_template_and_a_model_beside_it_as_the_run_is(
         ask, run, tiny, problems, judges, monkeypatch):
     one, other = (run(f"--prompt-template {word}{{prompt}} --max-new-tokens 3 --steps 1") for word in "QR")
@@ -279,6 +301,13 @@ def test_data_ranks_what_the_model_finds_likely_first_and_says_so(ask, tiny, two
     assert "mean token log-prob" in (tmp_path / "data.svg").read_text()
 
 
+def test_data_that_the_model_finds_most_unlikely_has_a_picture_too(tmp_path):
+    groups = [humanline.Group(i, [1], [[2]], [1.0]) for i in range(3)]
+    source = evaluation.Source("it", groups, [[np.full(2, value)] for value in (-9.0, -12.0, -30.0)], [])
+    evaluation.picture_data([source], "model", tmp_path / "data.svg")
+    assert (tmp_path / "data.svg").exists() and source.advice().startswith("not good enough")
+
+
 @pytest.mark.parametrize("nats, scores, advice", [
     (-0.1, [1, 0], "good enough"), (-0.3, [1, 0], "doubtful"), (-1.0, [1, 0], "not good enough"),
     (-0.1, [1, 1], "little to learn")])
@@ -309,8 +338,8 @@ def test_what_perception_lets_through_is_what_training_lets_through():
     found = evaluation.let_through(d, config)
     for group, clipped in zip(d, found["after clipping"]):
         for one, share in zip(group, clipped):
-            _, passes = humanline.perceive(torch.tensor(one)[None], None, config)
-            assert share == passes.double().mean()
+            _, is_low, is_high = humanline.perceive(torch.tensor(one), None, config)
+            assert share == (~(is_low | is_high)).double().mean()
     # With Betas that concentrate on their means, sampling rejects what lies beyond a batch's [M_P m_P, 1 / (M_R m_R)].
     first = [one for group in d[:4] for one in group]
     flat = np.concatenate(first)
@@ -416,6 +445,10 @@ def test_the_command_line_works_as_typed(tmp_path):
 def test_a_tracker_gets_every_line_of_the_metrics(run, monkeypatch):
     with pytest.raises(humanline.UserError, match="--track absent: No module named 'absent'; pip install it"):
         run("--track absent")
+    for functions, lacking in ((dict(log=print), "init"), (dict(init=lambda **given: None), "log")):
+        monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(**functions))
+        with pytest.raises(humanline.UserError, match=f"no attribute '{lacking}'; name wandb, or a module"):
+            run("--track mine")
     settings, lines = {}, []
     tracker = SimpleNamespace(init=lambda **given: settings.update(given),
                               log=lambda line, step: lines.append((step, dict(line))))

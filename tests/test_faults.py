@@ -80,7 +80,7 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
     slow = tmp_path / "slow.py"  # a reward that is still awaited when the second one comes
     slow.write_text("import time\ndef reward(prompts, completions, rows):\n    time.sleep(60)\n")
     flags = flags.replace("PROMPTS", data_files["prompts"]).replace("GROUPS", data_files["groups"])
-    flags += f" --model {tiny} --steps 9 --max-new-tokens 4 --reward {slow}:reward --reward-seconds 99"
+    flags += f" --model {tiny} --steps 9 --batch-size 4 --max-new-tokens 4 --reward {slow}:reward --reward-seconds 99"
     process = start(*flags.split(), "--out", str(tmp_path / "out"))
     while not process.stdout.readline().startswith("steps  "):
         assert process.poll() is None
@@ -95,11 +95,20 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
     assert error.splitlines()[-1] == "humanline.py: stopped at once; what was saved before stays"
 
 
+@pytest.mark.parametrize("program", ["humanline.py", "eval.py"])
+def test_ctrl_c_while_it_imports_prints_no_traceback(tmp_path, program):
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    done = subprocess.run([sys.executable, str(ROOT / program)], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                          capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_on(
         tiny, data_files, tmp_path, number):
     out = tmp_path / "my run"
-    process = start("--model", tiny, "--data", data_files["groups"], "--steps", "100000", "--out", str(out))
+    flags = f"--model {tiny} --data {data_files['groups']} --steps 300 --batch-size 4".split()
+    process = start(*flags, "--out", str(out))
     while not ((out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size):
         assert process.poll() is None
         time.sleep(0.01)
@@ -109,8 +118,8 @@ def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_o
     assert f"{number.name}: stopping after this step" in error
     said = output.splitlines()[-1]
     assert said.startswith("stopped after step ") and "--resume latest" in said
-    again = shlex.split(said.split("python humanline.py ")[1])
-    assert command(*again, "--steps", str(len(metrics(out)) + 1)).returncode == 0
+    again = shlex.split(said.split(f"python {ROOT}/humanline.py ")[1])
+    assert command(*again).returncode == 0
     assert (out / "final").exists()
 
 
@@ -150,7 +159,8 @@ def test_no_pickle_is_ever_read_from_disk(run, monkeypatch):
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tiny, data_files, tmp_path):
     out = tmp_path / "out"
-    flags = f"--model {tiny} --data {data_files['groups']} --steps 4 --save-every 1 --out {out} --resume latest"
+    flags = (f"--model {tiny} --data {data_files['groups']} --steps 4 --batch-size 4 --save-every 1 --out {out} "
+             "--resume latest")
     line = f"ulimit -f 40; exec {sys.executable} {ROOT / 'humanline.py'} {flags}"
     limited = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert limited.returncode == 1 and len(metrics(out)) == 4, limited.stderr

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import humanline
 from eval import capacity
-from humanline import (dpo_loss, group_advantages, grpo_loss, humanline_clip, humanline_rejected,
+from humanline import (dpo_loss, group_advantages, grpo_loss, humanline_clip, humanline_verdicts,
                        humanline_sample, kto_loss, token_logps)
 
 each_dtype = pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -78,8 +78,8 @@ def test_the_defaults_are_the_papers_and_the_authors():
     assert_close(group_advantages(torch.tensor([1.0, 0.0]).double(), torch.tensor([3, 3])), [0.5 / 0.51, -0.5 / 0.51])
     assert_close(grpo_loss(d, d, ones[:1]), [[-math.exp(-9), -math.exp(0.125), -1.2]])  # and no KL penalty
     many, mask = torch.randn(4, 500, generator=seeded(0)), torch.ones(4, 500)
-    named = humanline_rejected(many, mask, gamma_p=0.5, gamma_r=0.01, beta_p=1.0, beta_r=1.0, generator=seeded(1))
-    assert torch.equal(humanline_rejected(many, mask, generator=seeded(1)), named)
+    named = humanline_verdicts(many, mask, gamma_p=0.5, gamma_r=0.01, beta_p=1.0, beta_r=1.0, generator=seeded(1))
+    assert torch.equal(humanline_verdicts(many, mask, generator=seeded(1)), named)
 
 
 # --- perception ---------------------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ def test_each_token_is_kept_with_the_probability_that_the_betas_give(gamma_p, be
     at_most = lambda x, gamma, beta: x**gamma if beta == 1 else 1 - (1 - x) ** beta
     levels, count = np.array([-1.2, -0.3, 0.0, 0.4, 0.9]), 20_000
     d = torch.tensor(levels)[:, None].expand(-1, count)
-    rejected = humanline_rejected(d, torch.ones_like(d), gamma_p, gamma_r, beta_p, beta_r, seeded(0)).double()
-    for level, value in zip(levels, 1 - rejected.mean(1)):
+    verdicts = humanline_verdicts(d, torch.ones_like(d), gamma_p, gamma_r, beta_p, beta_r, seeded(0))
+    for level, value in zip(levels, (verdicts == 0).double().mean(1)):
         expected = (at_most(math.exp(level - levels.max()), gamma_p, beta_p)
                     * at_most(math.exp(levels.min() - level), gamma_r, beta_r))
         assert abs(value - expected) <= 5 * math.sqrt(expected * (1 - expected) / count) + 1e-9
@@ -116,7 +116,7 @@ def test_each_token_is_kept_with_the_probability_that_the_betas_give(gamma_p, be
 @each_dtype
 def test_sampling_keeps_every_value_and_passes_gradient_at_kept_tokens_only(dtype):
     d, mask = map(torch.tensor, ragged((8, 40), dtype, scale=1.5))
-    rejected = humanline_rejected(d, mask, generator=seeded(3))
+    rejected = humanline_verdicts(d, mask, generator=seeded(3)) != 0
     value = humanline_sample(d.requires_grad_(), mask, generator=seeded(3))
     [grad] = torch.autograd.grad(value.sum(), d)
     assert torch.equal(value, d) and torch.equal(grad, 1.0 - rejected.to(d.dtype))
@@ -126,16 +126,16 @@ def test_sampling_keeps_every_value_and_passes_gradient_at_kept_tokens_only(dtyp
 @pytest.mark.parametrize("huge", [-1e4, 1e4])
 def test_a_masked_position_neither_counts_nor_is_rejected_whatever_it_holds(huge):
     d, mask = map(torch.tensor, ragged((6, 30), np.float32, scale=1.5))
-    expected = humanline_rejected(d, mask, gamma_r=0.5, generator=seeded(0))
-    value = humanline_rejected(d.masked_fill(~mask, huge), mask, gamma_r=0.5, generator=seeded(0))
+    expected = humanline_verdicts(d, mask, gamma_r=0.5, generator=seeded(0))
+    value = humanline_verdicts(d.masked_fill(~mask, huge), mask, gamma_r=0.5, generator=seeded(0))
     assert torch.equal(value, expected) and expected.any() and not value[~mask].any()
-    assert not humanline_rejected(d, torch.zeros_like(mask)).any()
+    assert not humanline_verdicts(d, torch.zeros_like(mask)).any()
 
 
 def test_sampling_survives_ratios_that_overflow():
     d = torch.tensor([[800.0, 799.9, 799.0]])  # B_P = 0.6 rejects ratios below e^799.5, B_R = 0.3 those above e^800.2
-    assert humanline_rejected(d, d == d, 6e7, 3e7, 4e7, 7e7, seeded(0)).tolist() == [[False, False, True]]
-    assert humanline_rejected(-d, d == d, 3e7, 6e7, 7e7, 4e7, seeded(0)).tolist() == [[False, False, True]]
+    assert humanline_verdicts(d, d == d, 6e7, 3e7, 4e7, 7e7, seeded(0)).tolist() == [[0, 0, -1]]
+    assert humanline_verdicts(-d, d == d, 3e7, 6e7, 7e7, 4e7, seeded(0)).tolist() == [[0, 0, 1]]
 
 
 # --- objectives ---------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """LoRA: adapters beside a frozen base, with a reference that moves. Skipped where peft is not installed."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics, random_batch, timeless
+from conftest import ROOT, metrics, random_batch, timeless
 from safetensors.torch import load_file
 from test_command_line import complaint
 from test_models import folder, full_logits_logps, load, own_rows, some_sequences  # noqa: F401  (a fixture)
@@ -116,13 +117,24 @@ def test_the_final_folder_is_a_peft_folder_that_merges_into_the_same_model(run, 
     adapter = run(f"{LORA} --loss dpo --lr 0.1 --dtype {dtype}") / "final"
     assert {file.name for file in adapter.glob("*.safetensors")} == {"adapter_model.safetensors"}
     assert "library_name: peft" in (adapter / "README.md").read_text()
-    merged = tmp_path / "merged"  # as the README says
+    merged = tmp_path / "merged"
     peft.AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(merged)
     ids = torch.arange(8, 40)[None]
     theirs, whole = plain_peft(adapter), AutoModelForCausalLM.from_pretrained(merged)
     assert torch.allclose(theirs(ids).logits, whole(ids).logits, rtol=0, atol=1e-5)
     with theirs.disable_adapter():
         assert (theirs(ids).logits - whole(ids).logits).abs().max() > 0.01
+
+
+def test_the_readmes_merge_makes_a_folder_that_model_and_eval_take(run, tmp_path, data_files, monkeypatch, capsys):
+    run(f"{LORA} --steps 1", out=str(tmp_path / "runs" / "mine"))
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    [code] = [block for block in blocks if "merge_and_unload" in block]
+    exec(code, {})
+    run("--steps 1 --batch-size 4", flags=["--model", "merged", "--data", data_files["groups"]])
+    flags = f"show --model merged --data {data_files['prompts']} --prompts 2 --max-new-tokens 3"
+    assert evaluation.main(flags.split()) == 0, capsys.readouterr().err
 
 
 def test_a_peft_folder_is_merged_on_load_and_measured(run, tmp_path, data_files, tiny, capsys):

@@ -3,10 +3,12 @@
 `pytest tests/test_plain.py -s` prints the largest difference of each case.
 """
 
+import dataclasses
 import importlib.util
 import json
 import random
 import re
+import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -156,12 +158,12 @@ QUICK = [
 """,
      "grpo, humanline, offline"),
     ("the reference has no T",
-     "Reference", "sequence_logps(self.policy, taught, self.config)",
-     "sequence_logps(self.policy, taught, dataclasses.replace(self.config, temperature=1.0))",
+     "attach_logps", "sequence_logps(policy, active, config)",
+     "sequence_logps(policy, active, dataclasses.replace(config, temperature=1.0))",
      "dpo, T 0.7"),
     ("z0 is of the raw log-ratio",
      "kto_reference_point", "perceived.sum(-1)",
-     "log_ratio.sum(-1)",
+     "x.log_ratio.sum(-1)",
      "kto, a clip that raises z0"),
     ("the mean is each microbatch's own",
      "share_of_mean", "sum(len(sequence.completion) for sequence in batch.sequences)",
@@ -180,7 +182,7 @@ QUICK = [
      "centred",
      "grpo, plain, offline"),
     ("the ratio is to the old policy, not to the reference",
-     "log_ratios", "if config.takes_old_policy",
+     "take_log_ratios", "if config.ratio_to_old",
      "if config.sample_every",
      "grpo, humanline, every 4, k 3"),
     ("the KL has the wrong sign",
@@ -194,7 +196,7 @@ QUICK = [
 ]
 SLOW = [
     ("the ratio is to the reference, not to the old policy",
-     "log_ratios", "if config.takes_old_policy",
+     "take_log_ratios", "if config.ratio_to_old",
      "if not config.sample_every",
      "grpo, KL, plain, online"),
     ("the KL is of what is perceived",
@@ -210,12 +212,12 @@ SLOW = [
      "-torch.max(",
      "grpo, plain, offline"),
     ("kept and rejected tokens are mixed up",
-     "perceive", "torch.where(x.rejected,",
-     "torch.where(~x.rejected,",
+     "perceive", "torch.where(verdicts != 0,",
+     "torch.where(verdicts == 0,",
      "grpo, sampling"),
     ("chosen and rejected are mixed up",
-     "LOSSES", "perceived[0::2], perceived[1::2]",
-     "perceived[1::2], perceived[0::2]",
+     "compute_dpo", "x.perceived[0::2], x.perceived[1::2]",
+     "x.perceived[1::2], x.perceived[0::2]",
      "dpo, plain, offline"),
     ("KTO's kinds are not balanced",
      "set_kto_weights", "config.desirable_weight or balanced",
@@ -226,12 +228,12 @@ SLOW = [
      "torch.ones_like(rejected)",
      "dpo, taper, offline"),
     ("the log-ratio is of the sampler",
-     "log_ratios", "d = logps - x.ref_logps",
-     "d = logps - (x.ref_logps if x.sampler_logps is None else x.sampler_logps)",
+     "take_log_ratios", "x.logps - x.ref_logps",
+     "x.logps - (x.ref_logps if x.sampler_logps is None else x.sampler_logps)",
      "grpo, humanline, every 4, k 3"),
     ("the old policy is the policy of the step",
-     "Reference", "drawn_until > step",
-     "step < 0",
+     "score_by_old_policy", "len(batches.pending) > 1",
+     "False",
      "grpo, plain, every 4, k 3"),
     ("temperature multiplies",
      "TokenLogps", "out /= temperature",
@@ -278,3 +280,11 @@ def test_it_runs_alone_and_gains(monkeypatch, capsys):
     plain.main()
     before, after = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
     assert after > before + 0.1
+
+
+def test_every_setting_of_plain_py_is_read_and_it_starts_from_anywhere(tmp_path):
+    source = Path(plain.__file__).read_text()
+    assert [field.name for field in dataclasses.fields(plain.Settings) if f"config.{field.name}" not in source] == []
+    done = subprocess.run([sys.executable, plain.__file__, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "--sync-k" in done.stdout, done.stderr
+    assert (plain.DEMO / "rows.jsonl").is_absolute() and (plain.DEMO / "rows.jsonl").exists()

@@ -44,8 +44,9 @@ CASES += [("grpo", "baseline", "ddp"), ("grpo", "baseline", "fsdp"), ("grpo", "t
 
 def flags_of(tiny, data_files, varied, loss: str, source: str, more: str = "") -> list[str]:
     # With this seed no token lies so near the clip's end that rounding decides whether it passes a gradient.
-    return shlex.split(f"--model {tiny} --data {data_files['groups']} --loss {loss} --steps 20 --batch-size 7 "
-                       f"--lr 1e-3 --max-new-tokens 4 --seed 1 --group-size 4 --microbatch-tokens 200 "
+    batch_size = 12 if (loss, source) == ("kto", "drawn") else 7  # of whole groups
+    return shlex.split(f"--model {tiny} --data {data_files['groups']} --loss {loss} --steps 20 "
+                       f"--batch-size {batch_size} --lr 1e-3 --max-new-tokens 4 --seed 1 --group-size 4 --microbatch-tokens 200 "
                        f"--reward {varied} {SOURCES[source]} {more}")
 
 
@@ -167,7 +168,7 @@ counts = []
 for longest in (2, 6):
     config = humanline.parse_config([*sys.argv[1:], "--shard", "--sample-every", "1", "--max-new-tokens", str(longest)])
     policy, tokenizer = humanline.load_policy(config, humanline.join_ranks())
-    policy.shares_prompts = True
+    config.shares_prompts = True
     sampler = humanline.Sampler(policy, tokenizer, config)
     rows = humanline.read_rows(config.data[0], config, "--data")
     groups = humanline.encode_rows(rows, sampler, online=True)[:4]

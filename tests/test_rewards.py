@@ -31,7 +31,8 @@ def load(reward: str, **settings) -> humanline.Reward:
 
 
 def process_number(reward: humanline.Reward) -> int:
-    return reward.function.process.pid
+    [number] = reward.function.pool._processes
+    return number
 
 
 @pytest.fixture
@@ -241,7 +242,6 @@ def trouble(prompts, completions, rows):
             time.sleep(1000)
         if text == "wrong length": return [1.0] * (len(completions) + 1)
         if text == "no list": return dict.fromkeys(completions)
-        if text == "no JSON": return [object()] * len(completions)
     odd = {"nan": float("nan"), "none": None, "huge": 10**400}
     return [odd.get(text, 1.0) for text in completions]
 '''
@@ -259,7 +259,7 @@ def user_files(tmp_path_factory) -> Path:
 def test_a_users_function_sees_prompts_completions_and_rows(user_files, capfd):
     rows = [{"bonus": 0.25, "prompt": "x"}, {"bonus": 0, "when": Path("a date or the like")}]
     assert load(f"{user_files}/light-weight.py:good")([PROMPT, PROMPT * 2], ["abc", "é\ud800"], rows) == [31.25, 22.0]
-    assert "scoring" in capfd.readouterr().err  # what it prints is printed
+    assert "scoring" in capfd.readouterr().out  # what it prints is printed
 
 
 MIXED = ["2024-01-08", "2024-01-08T00:00:00Z", 5, 2.5, 5.0, "5", "007", 12345678901234567890, True, None, [1, "2"],
@@ -280,9 +280,9 @@ def test_a_function_may_return_an_array_or_numbers_of_any_kind(user_files):
 
 
 @pytest.mark.parametrize("kind, reason", [
-    ("raise", "KeyError: 'no such"), ("exit", "SystemExit: 0"), ("crash", "ended with status -6"),
-    ("hang", "took longer than 0.5 s"), ("wrong length", "is no list of 4"), ("no list", "is no list of 4"),
-    ("no JSON", "tolist"), ("nan", "nan"), ("none", "None"), ("huge", "1000000"),
+    ("raise", "KeyError: 'no such"), ("exit", "SystemExit: 0"), ("crash", "its process died"),
+    ("hang", "took longer than 0.5 s"), ("wrong length", "is no list of 4"), ("no list", "no attribute 'tolist'"),
+    ("nan", "nan"), ("none", "None"), ("huge", "1000000"),
 ])
 def test_a_bad_score_costs_its_sample_alone_and_one_warning(user_files, capsys, kind, reason):
     score = load(f"{user_files}/light-weight.py:trouble", reward_seconds=0.5, reward_failed=-3.0)
@@ -382,31 +382,62 @@ def by_hand(folder: str) -> list[float]:
     return logits
 
 
-def score(monkeypatch, folder: str, completions: list[str] = COMPLETIONS) -> list:
-    monkeypatch.setenv("REWARD_MODEL", str(folder))
-    reward = load(f"{ROOT}/configs/model_reward.py:score", reward_seconds=60.0)
+def score(folder: str, completions: list[str] = COMPLETIONS, **settings) -> list:
+    settings = json.dumps(dict(model=str(folder), **settings))
+    reward = load(f"{ROOT}/configs/model_reward.py:score", reward_seconds=60.0, reward_args=settings)
     return reward([PROMPT] * len(completions), completions, [{}] * len(completions))
 
 
-def test_a_reward_models_score_is_its_logit_of_each_dialogue_alone(reward_model, monkeypatch, capsys):
-    scores = score(monkeypatch, reward_model, [*COMPLETIONS, "x" * 100])  # the last is beyond its positions
+def test_a_reward_models_score_is_its_logit_of_each_dialogue_alone(reward_model, capsys):
+    scores = score(reward_model, [*COMPLETIONS, "x" * 100])  # the last is beyond its positions
     assert scores[:-1] == pytest.approx(by_hand(reward_model), abs=1e-5) and scores[-1] is None
     assert "1 of 6 samples failed" in warnings(capsys)[0] and len(set(scores)) == 6
 
 
-def test_a_reward_model_needs_neither_padding_nor_a_chat_template(reward_model, tmp_path, monkeypatch, capsys):
+def test_a_reward_model_needs_neither_padding_nor_a_chat_template(reward_model, tmp_path, capsys):
     shutil.copytree(reward_model, tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": None}))
     (tmp_path / "model" / "chat_template.jinja").unlink()
     plain = by_hand(str(tmp_path / "model"))
-    assert score(monkeypatch, tmp_path / "model") == pytest.approx(plain, abs=1e-5)
+    assert score(tmp_path / "model") == pytest.approx(plain, abs=1e-5)
     assert plain != by_hand(reward_model) and not warnings(capsys)
 
 
-def test_a_language_model_is_no_reward_model(tiny, monkeypatch):
-    with pytest.raises(UserError, match="has no score.weight"):
-        score(monkeypatch, tiny)
+def test_a_language_model_is_no_reward_model(tiny, capsys):
+    assert score(tiny) == [None] * len(COMPLETIONS)
+    assert "has no score.weight" in warnings(capsys)[0]
+
+
+def test_code_that_comes_with_a_reward_model_runs_only_where_the_user_says_so(reward_model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(reward_model, folder)
+    (folder / "code.py").write_text(f"""
+import pathlib, transformers
+pathlib.Path({str(tmp_path / 'hit')!r}).touch()
+class Model(transformers.LlamaForSequenceClassification):
+    pass
+""")
+    file = folder / "config.json"
+    settings = json.loads(file.read_text()) | {"auto_map": {"AutoModelForSequenceClassification": "code.Model"}}
+    file.write_text(json.dumps(settings))
+    assert score(folder) == score(reward_model) and not (tmp_path / "hit").exists()
+    assert score(folder, trust_remote_code=True) == score(reward_model) and (tmp_path / "hit").exists()
+
+
+@pytest.mark.parametrize("text", ["{model: x}", "[1]"])
+def test_arguments_of_a_reward_that_are_no_json_object_are_one_line(text):
+    with pytest.raises(UserError, match="--reward-args.*JSON object"):
+        load("exact", reward_args=text)
+
+
+def test_a_run_hands_its_arguments_to_the_reward_and_records_them(run, tmp_path):
+    (tmp_path / "scaled.py").write_text("def scaled(prompts, completions, rows, factor):\n"
+                                        "    return [factor * len(text) for text in completions]\n")
+    flags = f"--sample-every 1 --steps 1 --reward {tmp_path}/scaled.py:scaled --reward-args {{\"factor\":1000}}"
+    folder = run(flags)
+    assert metrics(folder)[0]["reward"] > 500
+    assert humanline.parse_config(["--config", str(folder / "config.toml")]).reward_args == '{"factor":1000}'
 
 
 # Runs.
@@ -454,14 +485,15 @@ def test_a_reward_that_cannot_be_is_one_line_before_training(tiny, tmp_path, mon
 
 def test_mathematics_that_is_not_installed_is_one_line(monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ModuleNotFoundError(\"No module named 'math_verify'\")\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     expected = "--reward math: ModuleNotFoundError: No module named 'math_verify'; pip install math-verify"
     with pytest.raises(UserError, match=expected):
         load("math")
 
 
-def test_offline_training_loads_no_reward(run):
-    run("--steps 2 --reward missing.py:f")
+def test_offline_training_loads_no_reward(run, tmp_path):
+    (tmp_path / "fails.py").write_text("raise SystemExit\n")
+    run(f"--steps 2 --reward {tmp_path}/fails.py:f")
 
 
 @pytest.mark.parametrize("flag", ["--reward-seconds 0", "--reward-failed nan"])

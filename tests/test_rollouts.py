@@ -138,15 +138,15 @@ def test_the_shares_of_clipped_tokens_and_the_lengths_equal_a_plain_count(tiny):
     for sequence in batch.sequences:
         sequence.is_idle = sequence.advantage == 0
     report = humanline.forward_backward(policy, batch, config)
-    counts, tokens = dict.fromkeys(("clamped_low", "clamped_high", "clip_low", "clip_high", "drift"), 0.0), 0
-    taught = [sequence for sequence in batch.sequences if sequence.advantage]  # the others have no gradient
-    for sequence, logps in zip(taught, logps_of(policy, taught)):
+    counts, tokens = dict.fromkeys(("clamped_low", "clamped_high", "clip_fraction_low", "clip_fraction_high", "drift"), 0.0), 0
+    active = [sequence for sequence in batch.sequences if sequence.advantage]  # the others have no gradient
+    for sequence, logps in zip(active, logps_of(policy, active)):
         for d in (logps - sequence.ref_logps).tolist():
             ratio = math.exp(min(max(d, -0.5), 0.7))
             counts["clamped_low"] += d < -0.5
             counts["clamped_high"] += d > 0.7
-            counts["clip_low"] += ratio < 0.9 and sequence.advantage < 0
-            counts["clip_high"] += ratio > 1.3 and sequence.advantage > 0
+            counts["clip_fraction_low"] += ratio < 0.9 and sequence.advantage < 0
+            counts["clip_fraction_high"] += ratio > 1.3 and sequence.advantage > 0
             counts["drift"] += abs(d)
             tokens += 1
     assert all(count > 0 for count in counts.values())
@@ -225,12 +225,13 @@ def test_what_needs_all_tokens_computes_them(settings):
 def test_rejections_are_a_function_of_the_seed_and_the_step(tiny):
     policy, _, config = policy_of(tiny, loss="dpo", perception="sample", gamma_r=0.5)
 
-    def rejected(seed: int, step: int) -> list[bool]:
+    def verdicts(seed: int, step: int) -> list[int]:
         config.seed = seed
         batch = random_batch("dpo")
         batch.step = step
-        humanline.draw_rejections(policy, batch, config)
-        return torch.cat([sequence.rejected for sequence in batch.sequences]).tolist()
+        humanline.decide_verdicts(policy, batch, config)
+        return torch.cat([sequence.verdicts for sequence in batch.sequences]).tolist()
 
-    first = rejected(1, 1)
-    assert first == rejected(1, 1) and first not in (rejected(2, 1), rejected(1, 2))
+    first = verdicts(1, 1)
+    assert len(set(first)) > 1 and first == verdicts(1, 1)
+    assert first not in (verdicts(2, 1), verdicts(1, 2))

@@ -128,7 +128,7 @@ def test_a_sampler_is_asked_for_each_drawing_with_the_weights_of_that_moment(run
     assert folders[0] == folders[1] == folders[2] != folders[3] == folders[4] == folders[5]  # written when they changed
     assert len({note["seed"] for note in asked[2::3]}) == 3
     assert asked[2]["settings"] == dict(temperature=0.7, top_p=0.9, stop_ids=[3], max_new_tokens=4, dtype="float32")
-    assert asked[1]["settings"]["temperature"] == 0.001
+    assert asked[1]["settings"]["temperature"] == 0
     first = AutoModelForCausalLM.from_pretrained(tiny).model.norm.weight[0].item()
     last = load_file(whole / "final" / "model.safetensors")["model.norm.weight"][0].item()
     assert asked[0]["first"] == pytest.approx(first, abs=0) and asked[-1]["first"] == pytest.approx(last, abs=0)
@@ -191,14 +191,15 @@ def test_a_resume_between_two_drawings_is_exact(run, sampler, tmp_path, data_fil
 
 # What goes wrong costs a line.
 
-NOT_THAT = "where 4 completions for each of 8 prompts were due"
+NOT_THAT = "is not 32 completions, each as token ids and log-probs"
+NOT_SO_MANY = "not 4 completions for each of 8 prompts"
 BREAKS = {  # what the second drawing does, and what is said of it
     "os.kill(os.getpid(), 9)": "its process ended with status -9",
     "sys.exit('no more')": "SystemExit: no more",
     "time.sleep(99)": "took longer than 2 s",
-    "return None": f"it returned None {NOT_THAT}",
-    "return [group[1:] for group in answer]": NOT_THAT,
-    "return [[ids for ids, _ in group] for group in answer]": NOT_THAT,
+    "return None": f"it returned None, {NOT_SO_MANY}",
+    "return [group[1:] for group in answer]": NOT_SO_MANY,
+    "return [[ids for ids, _ in group] for group in answer]": "must be an iterable",
     "return [[([103], [-1.0])] * 4] * 8": NOT_THAT,
     "return [[([9.5, 3], [-1.0, -1.0])] * 4] * 8": NOT_THAT,
     "return [[([9] * 5, [-1.0] * 5)] * 4] * 8": NOT_THAT,
@@ -298,12 +299,53 @@ def test_a_sampler_that_does_not_start_costs_a_line(run, sampler, tmp_path, monk
 
 @pytest.mark.parametrize("flags, says", [
     ("--sampler vllm", "--sampler vllm: write generate or FILE.py:function"),
-    ("--sampler missing.py:f", "--sampler missing.py:f: .*No such file"),
+    ("--sampler missing.py:f", "--sampler missing.py:f: No such file: missing.py; write FILE.py:function"),
     (f"--sampler {EXTERNAL}:f", "--sampler .*external.py:f: no 'f'"),
 ])
 def test_a_sampler_that_is_none_is_one_line(run, flags, says):
     with pytest.raises(UserError, match=says):
         run(f"{flags} --sample-every 2")
+
+
+# What any --sampler returns for 16 completions of at most 4 tokens, and what is said of it. 3 is the stop token.
+GOOD = ([9, 3], [-1.0, -1.0])
+RETURNS = {
+    "None": "'NoneType' object is not iterable",
+    "[GOOD] * 15": "is not 16 completions",
+    "[GOOD] * 17": "is not 16 completions",
+    "[GOOD] * 15 + [None]": "cannot unpack non-iterable NoneType",
+    "[GOOD] * 15 + [([9, 3], [-1.0, float('nan')])]": "is not 16 completions",
+    "[GOOD] * 15 + [([9, 3], [1.0, 1.0])]": "is not 16 completions",
+    "[GOOD] * 15 + [([9, 3], [-1.0])]": "is not 16 completions",
+    "[GOOD] * 15 + [([103, 3], [-1.0, -1.0])]": "is not 16 completions",
+    "[GOOD] * 15 + [([-1, 3], [-1.0, -1.0])]": "is not 16 completions",
+    "[GOOD] * 15 + [([9.5, 3], [-1.0, -1.0])]": "is not 16 completions",
+    "[GOOD] * 15 + [([9], [-1.0])]": "is not 16 completions",
+    "[GOOD] * 15 + [([9, 3, 9, 3], [-1.0] * 4)]": "is not 16 completions",
+    "[GOOD] * 15 + [([9] * 5, [-1.0] * 5)]": "is not 16 completions",
+    "[GOOD] * 15 + [([], [])]": "is not 16 completions",
+    "[GOOD] * 15 + [((9, 3), (-1.0, -1.0))]": "is not 16 completions",
+    "[GOOD] * 15 + [(torch.tensor([9, 3]), torch.zeros(2))]": "is not 16 completions",
+    "[GOOD][7]": "list index out of range",
+}
+
+
+@pytest.mark.parametrize("value", RETURNS)
+def test_what_any_sampler_returns_is_checked(run, tmp_path, value):
+    path = tmp_path / "sampler.py"
+    path.write_text(f"import torch\nGOOD = {GOOD!r}\ndef draw(run):\n"
+                    f"    return lambda prompts, count, step, greedy: {value}\n")
+    with pytest.raises(UserError) as raised:
+        run(f"--sampler {path}:draw --sample-every 1")
+    said = str(raised.value)
+    assert said.startswith(f"--sampler {path}:draw: ") and RETURNS[value] in said and "\n" not in said
+
+
+def test_a_sampler_that_returns_no_function_is_one_line(run, tmp_path):
+    path = tmp_path / "sampler.py"
+    path.write_text("def draw(run):\n    lambda prompts, count, step, greedy: []\n")
+    with pytest.raises(UserError, match="draw: 'NoneType' .*; see the docstring of configs/external.py"):
+        run(f"--sampler {path}:draw --sample-every 1")
 
 
 def test_vllm_that_is_not_installed_is_asked_for_at_once(run):

@@ -1,5 +1,6 @@
 """What once went wrong without a word: each case costs one line now, or comes out right."""
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -23,10 +24,32 @@ def elsewhere(tmp_path_factory, monkeypatch):
 
 # Data.
 
-def test_a_csv_of_another_shape_is_one_line(tiny, tmp_path, capsys):
-    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\na,b,c\nd,e\n")
+@pytest.mark.parametrize("lines", ["a,b,c\nd,e\n", "a,b,c,d\na,b,c\n", "a,b,c\na,b,c,d\n", "a,b,c,d\na,b,c,d\n"])
+def test_a_csv_of_another_shape_is_one_line(tiny, tmp_path, capsys, lines):
+    (tmp_path / "rows.csv").write_text(f"prompt,chosen,rejected\n{lines}")
     wrong = short_run(tiny, tmp_path / "rows.csv", "--loss dpo")
     assert "rows.csv" in complaint(wrong, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name, text", [
+    ("train.csv", "prompt,answer\n1+6=,007\nwhen?,NA\nday?,2024-01-08\n"),
+    ("train.jsonl", "".join(json.dumps(dict(prompt=prompt, answer=answer)) + "\n" for prompt, answer in (
+        ("1+6=", "007"), ("when?", "NA"), ("day?", "2024-01-08"))))])
+def test_a_folder_is_read_as_its_files_are(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    read = lambda spec: [row.fields for row in humanline.read_rows(str(spec), humanline.Config(), "--data")]
+    assert read(tmp_path) == read(tmp_path / name)
+    assert [fields["answer"] for fields in read(f"{tmp_path}:train")] == ["007", "NA", "2024-01-08"]
+    with pytest.raises(humanline.UserError, match="no 'test'"):
+        read(f"{tmp_path}:test")
+
+
+def test_a_folder_of_compressed_files_is_read_as_well(tmp_path):
+    """As HH-RLHF comes from the hub."""
+    with gzip.open(tmp_path / "train.jsonl.gz", "wt") as file:
+        file.write('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    [row] = humanline.read_rows(str(tmp_path), humanline.Config(), "--data")
+    assert row.completions == ["b", "c"]
 
 
 def test_false_and_0_in_a_csv_are_false_and_0(tmp_path):
@@ -38,21 +61,23 @@ def test_false_and_0_in_a_csv_are_false_and_0(tmp_path):
     assert row.rewards == [0.0, 0.5]
 
 
+TURNS = [dict(content="What is 1+1?", role="user")]
+
+
 @pytest.mark.parametrize("row, expected", [
-    (dict(prompt="a", chosen="b", rejected="c", completions=["b", "c"], scores=[0, 1]), "both a pair and a group"),
     (dict(prompt="a", completion="b", reward=1, tokens=[9, 3], logps=[5.0, -1.0]), "are not token ids and as many log-probs"),
     (dict(prompt="a", completions=["b", "c"], scores=[0, 1e200]), "a score or label is 1e+200"),
+    (dict(prompt="a", completion="b", label=4), "a label is 4; it must be 1 or true for a good"),
+    (dict(prompt="a", completion="b", label="0.5"), "a label is '0.5'"),
+    (dict(prompt="a", output_A="b", output_B="c", label="2"), "a label is '2'"),
+    (dict(prompt="a", output_A="b", output_B="c", label=0.5), "a label is 0.5"),
+    (dict(prompt=json.dumps(TURNS), chosen="b", rejected="c"), "chat messages in a text; write the rows as JSON lines"),
+    (dict(prompt="a", chosen=str(TURNS), rejected="c"), "chat messages in a text"),
 ])
 def test_a_row_that_would_be_misread_is_one_line(tiny, tmp_path, capsys, row, expected):
     data = write_jsonl(tmp_path / "rows.jsonl", [row])
     line = complaint(short_run(tiny, data), tmp_path, capsys)
     assert "row 1: " in line and expected in line
-
-
-def test_a_row_of_many_megabytes_is_refused_before_it_is_tokenized(tiny, tmp_path, capsys):
-    rows = [dict(prompt="1+1=", chosen="2", rejected="3"), dict(prompt="1+1=", chosen="2" * 5_000_000, rejected="3")]
-    assert humanline.main(short_run(tiny, write_jsonl(tmp_path / "rows.jsonl", rows), "--loss dpo")) == 2
-    assert "rows.jsonl row 2: a text of 5 million characters or more; cut it" in capsys.readouterr().err
 
 
 def test_a_name_that_no_row_has_is_not_made_a_part_of_every_prompt(tiny, data_files, tmp_path, capsys):
@@ -67,6 +92,19 @@ def test_a_chat_template_that_drops_what_was_given_is_one_line(tiny, data_files,
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     wrong = short_run(tmp_path / "model", data_files["groups"], "--system Rhyme!")
     assert "row 1: the model's chat template leaves out a message of its prompt" in complaint(wrong, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("flags, rows, expected", [
+    ("--loss kto --sample-every 1 --batch-size 10 --group-size 4", "prompts",
+     "--batch-size 10 counts completions, which come in groups of --group-size 4; use a multiple of it"),
+    ("--loss dpo --batch-size 25", "pairs", "--batch-size 25: a step takes 25 prompts, pairs or examples"),
+    ("--loss kto --sample-every 1 --batch-size 100", "prompts", "and --data has 24; lower it"),
+    ("--taper --sample-every 2 --top-p 0.9", "prompts",
+     "--taper compares log-probs over the whole vocabulary; online it needs --top-p 1"),
+])
+def test_a_batch_that_would_be_another_is_one_line(tiny, data_files, tmp_path, capsys, flags, rows, expected):
+    given = short_run(tiny, data_files[rows], f"--out {tmp_path / 'out'} {flags}")
+    assert expected in complaint(given, tmp_path, capsys)
 
 
 # Models.
@@ -93,21 +131,62 @@ def test_weights_that_do_not_fit_are_one_line(tiny, data_files, tmp_path, capsys
 
 # Resume, and the ranks.
 
-def test_a_resume_notices_other_answers_and_another_base(run, tiny, tmp_path):
+@pytest.mark.parametrize("changed", ["rows", "weights", "template", "reward", "sampler"])
+def test_a_resume_notices_what_else_its_rewards_and_weights_depend_on(run, tiny, varied, tmp_path, changed):
     rows = [dict(prompt=f"{i}+1=", answer=str(i)) for i in range(8)]
     data, model = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "model"
     shutil.copytree(tiny, model)
-    start = short_run(model, data, "--no-humanline --sample-every 1 --save-every 2")
+    reward = shutil.copy(varied.partition(":")[0], tmp_path / "reward.py")
+    sampler = tmp_path / "sampler.py"
+    sampler.write_text("def draw(run):\n    def drawn(prompts, count, step, greedy):\n"
+                       "        return [([3], [-0.1])] * (len(prompts) * count)\n    return drawn\n")
+    start = short_run(model, data, f"--no-humanline --sample-every 1 --save-every 2 --reward {reward}:varied")
+    start += ["--sampler", f"{sampler}:draw", "--top-p", "1e-9"]  # any log-probs will do
     out = run("", flags=start, out=str(tmp_path / "out"))
     shutil.rmtree(out / "final")
-    write_jsonl(tmp_path / "rows.jsonl", [row | dict(answer="x") for row in rows])
-    with pytest.raises(humanline.UserError, match="rows of --data or the weights of --model have changed"):
+    if changed == "rows":
+        write_jsonl(tmp_path / "rows.jsonl", [row | dict(answer="x") for row in rows])
+    elif changed == "weights":
+        other = {name: tensor * 1.01 for name, tensor in load_file(model / "model.safetensors").items()}
+        save_file(other, model / "model.safetensors", metadata={"format": "pt"})
+    else:
+        file = {"template": model / "chat_template.jinja", "reward": reward, "sampler": sampler}[changed]
+        with open(file, "a") as text:
+            text.write(" ")
+    with pytest.raises(humanline.UserError, match="since then --data, .* have changed"):
         run("--resume latest", flags=start, out=str(out))
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    other = {name: tensor * 1.01 for name, tensor in load_file(model / "model.safetensors").items()}
-    save_file(other, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(humanline.UserError, match="rows of --data or the weights of --model have changed"):
-        run("--resume latest", flags=start, out=str(out))
+
+
+def test_a_stray_file_in_a_checkpoint_is_no_damage(run, tmp_path):
+    out = run("--save-every 3", out=str(tmp_path / "out"))
+    shutil.rmtree(out / "final")
+    for name in ("step-00000006", "step-00000003"):
+        (out / "checkpoint" / name / ".DS_Store").write_text("Finder was here")
+    config = humanline.Config(out=str(out), resume="latest")
+    assert humanline.find_checkpoint(config, out).name == "step-00000006"
+
+
+def test_a_run_of_another_version_is_called_that(run, tiny, data_files, tmp_path, capsys):
+    out = run("--save-every 3", out=str(tmp_path / "out"))
+    shutil.rmtree(out / "final")
+    checkpoint, settings = out / "checkpoint" / "step-00000006", out / "config.toml"
+    hashes = json.loads((checkpoint / "files.json").read_text())
+    hashes.pop("format")
+    (checkpoint / "files.json").write_text(json.dumps(hashes))
+    flags = short_run(tiny, data_files["groups"], f"--resume {checkpoint}")
+    assert f"{checkpoint}: written by another version of humanline.py" in complaint(flags, tmp_path, capsys)
+    settings.write_text(settings.read_text().replace("Format 1", "Format 0"))
+    flags = short_run(tiny, data_files["groups"], f"--out {out} --resume latest")
+    assert "config.toml there was not written by this version of humanline.py" in complaint(flags, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("--reward nosuchfile.py:f", "--reward nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function"),
+    ("--sampler nosuchfile.py:f", "--sampler nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function"),
+    ("--eval-every 2", "--eval-every 2 has nothing to measure on; add --eval-data"),
+])
+def test_a_flag_that_would_do_nothing_is_one_line(tiny, data_files, tmp_path, capsys, flags, expected):
+    assert expected in complaint(short_run(tiny, data_files["groups"], flags), tmp_path, capsys)
 
 
 def test_measuring_on_prompts_of_the_training_data_is_warned_of(run, tiny, tmp_path, capsys):
@@ -132,17 +211,6 @@ def test_ranks_that_were_told_other_things_are_one_line(tiny, data_files, tmp_pa
                           capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode and "the ranks have different flags or rows" in done.stderr and "step" not in done.stdout
     assert not (tmp_path / "out").exists()
-
-
-def test_a_flipped_bit_in_the_metrics_never_ends_a_resume(run, tmp_path):
-    [line, *_] = (run("--save-every 0") / "metrics.jsonl").read_bytes().splitlines()
-    damaged = tmp_path / "metrics.jsonl"
-    for place in range(8 * len(line)):
-        byte, bit = divmod(place, 8)
-        damaged.write_bytes(line[:byte] + bytes([line[byte] ^ 1 << bit]) + line[byte + 1 :] + b"\n")
-        for kept in humanline.read_lines(damaged):
-            humanline.Watch()(kept)
-        humanline.cut_lines(damaged, 2)
 
 
 def test_completions_that_grow_are_no_collapse():
@@ -171,10 +239,9 @@ ANSWERS = [  # what a model writes, the row's answer, and whether that is right
 
 
 def test_math_takes_what_is_said_and_no_more():
-    process = humanline.function_process(str(ROOT / "configs" / "math_reward.py"), "math", 300)
+    process = humanline.FunctionProcess(str(ROOT / "configs" / "math_reward.py"), "math", 300)
     texts, answers, right = zip(*ANSWERS)
     given = process([""] * len(texts), texts, [dict(answer=answer) for answer in answers])
-    process.end()
     assert list(zip(texts, given)) == list(zip(texts, right))
 
 

@@ -166,7 +166,6 @@ def new_model(tokenizer: Any, seed: int) -> torch.nn.Module:
             num_attention_heads=4, max_position_embeddings=256, tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id))
-    model.is_mixed = False  # as load_policy says of float32
     return model
 
 def load(folder: Path) -> torch.nn.Module:

@@ -8,9 +8,10 @@ Interrupt it whenever you like: each run is a line of results/tuned-TASK.jsonl, 
 
 The rule, fixed before the runs. **Tuning**, with the same learning rates for every form and the same k for every form
 that syncs, each with each: on two bases that no verdict uses (the first two of 101, 102, ... that learned their task),
-judged by pass@1 of the last measurement on the validation half of the held-out problems, mean of both bases. Where the
-best learning rate is at the edge of the grid, one further is tried, with the best k. Ties go to the lower rate, then to
-the larger k. **Test**: the chosen settings on bases 1, 2, ... (the first five that learned), on the other half.
+judged by pass@1 of the last measurement on the validation half of the held-out problems. The five best settings on the
+first base are run on the second, and the best mean of both wins. Where its learning rate is at the edge of the grid, one
+further is tried, with the same k. Ties go to the lower rate, then to the larger k. **Test**: the chosen settings on
+bases 1, 2, ... (the first five that learned), on the other half.
 """
 
 import argparse
@@ -98,6 +99,7 @@ KTO_FORMS = {
 }
 FORMS_OF = dict(grpo=FORMS | GRPO_FORMS, dpo=FORMS | DPO_FORMS, kto=FORMS | KTO_FORMS)
 TUNING_BASES, TEST_BASES = 2, 5
+SECOND_BASE = 5  # settings of a form that are run on the second tuning base
 
 @dataclass(frozen=True)
 class Run:
@@ -120,39 +122,34 @@ class Run:
 
 def plan(task: Task, known: dict[Run, dict], seeds: tuple[list[int], list[int]]) -> list[Run]:
     """The runs that the rule asks for next, given those that are known; none when all is done."""
-    tuning_seeds, test_seeds = seeds
-    grid, edges, tests = [], [], []
+    first, second = seeds[0]
+    missing = []
     for loss, forms in FORMS_OF.items():
         for form, flags in forms.items():
             ks = task.ks if "{k}" in flags else (0,)
-            here = [Run(task.name, loss, form, lr, k, seed)
-                    for lr in task.rates for k in ks for seed in tuning_seeds]
-            grid += here
-            if not all(run in known for run in here):
-                continue
-            lr, k = best(task, loss, form, known)
-            further = {task.rates[0]: lr / 2, task.rates[-1]: 2 * lr}
-            if lr in further:
-                here = [Run(task.name, loss, form, further[lr], k, seed) for seed in tuning_seeds]
-                edges += here
-                if not all(run in known for run in here):
-                    continue
-            lr, k = best(task, loss, form, known)
-            tests += [Run(task.name, loss, form, lr, k, seed) for seed in test_seeds]
-    for wave in grid, edges, tests:
-        missing = [run for run in wave if run not in known]
-        if missing:
-            return missing
-    return []
+            wave = [Run(task.name, loss, form, lr, k, first) for lr in task.rates for k in ks]
+            if all(run in known for run in wave):
+                wave = [Run(task.name, loss, form, lr, k, second)
+                        for lr, k in ranked(task, loss, form, known, [first])[:SECOND_BASE]]
+            if all(run in known for run in wave):
+                lr, k = ranked(task, loss, form, known, [first, second])[0]
+                further = {task.rates[0]: lr / 2, task.rates[-1]: 2 * lr}
+                wave = [Run(task.name, loss, form, further.get(lr, lr), k, seed) for seed in (first, second)]
+            if all(run in known for run in wave):
+                lr, k = ranked(task, loss, form, known, [first, second])[0]
+                wave = [Run(task.name, loss, form, lr, k, seed) for seed in seeds[1]]
+            missing += [run for run in wave if run not in known]
+    return missing
 
-def best(task: Task, loss: str, form: str, known: dict[Run, dict]) -> tuple[float, int]:
-    """The learning rate and k with the best mean pass@1 of validation at the end of the tuning runs."""
-    found: dict[tuple[float, int], list[float]] = {}
+def ranked(task: Task, loss: str, form: str, known: dict[Run, dict], seeds: list[int]) -> list[tuple[float, int]]:
+    """The settings, learning rate and k, that were run on all these bases, by pass@1 of validation at the end, the mean
+    over the bases, best first."""
+    ends: dict[tuple[float, int], list[float]] = {}
     for run, outcome in known.items():
-        if (run.task, run.loss, run.form) == (task.name, loss, form) and run.seed > 100:
-            found.setdefault((run.lr, run.k), []).append(outcome["validation"][-1])
-    whole = {settings: fmean(ends) for settings, ends in found.items() if len(ends) == TUNING_BASES}
-    return max(whole, key=lambda settings: (round(whole[settings], 4), -settings[0], settings[1]))
+        if (run.task, run.loss, run.form) == (task.name, loss, form) and run.seed in seeds:
+            ends.setdefault((run.lr, run.k), []).append(outcome["validation"][-1])
+    means = {settings: round(fmean(values), 4) for settings, values in ends.items() if len(values) == len(seeds)}
+    return sorted(means, key=lambda settings: (-means[settings], settings[0], -settings[1]))
 
 def read_results(path: Path) -> dict[Run, dict]:
     """The stored runs of a file."""
