@@ -1,40 +1,44 @@
-"""Does a config fit, on which GPUs, and how much work is it? A dry run on a CPU, without weights, data or a hub.
+"""On which GPUs does a config fit, and how much work is it? A dry run on a CPU, without weights, data or a network.
 
   python tests/fits.py                                         # every file of configs/
   python tests/fits.py configs/llama3-8b-dpo-humanline.toml    # one of them: about a minute
   python tests/fits.py configs/llama3-8b-dpo-humanline.toml --dtype mixed --microbatch-tokens 4096
+  python tests/fits.py --store                                 # also write claims/results/fits.jsonl
+  python tests/fits.py --table configs/llama3-8b-*.toml        # rows of a Markdown table, from that file
   python tests/fits.py --measure configs/smollm2-135m-grpo-online.toml --max-new-tokens 448 --microbatch-tokens 1024
 
-Flags are those of humanline.py and apply to every config. The model has its true size, but its tensors are fake: they
-have a shape and no contents. One of 1, 2, 4 and 8 ranks, with --shard where there are several, takes two steps of
-humanline.py on the longest sequences that the config admits. Without --shard every rank takes what a single one does.
+Other flags are those of humanline.py and apply to every config. The model has its full size, but its tensors are fake:
+they have a shape and no contents. The first of 1, 2, 4 or 8 ranks, with --shard if there are several, takes two steps
+of humanline.py on the longest sequences that the config allows. Without --shard every rank needs as much as a single one.
 
-The columns, in GiB per rank at the peak of the second step:
+Columns, in GiB per rank at the peak of the second step:
 
   weights       this rank's share of the parameters
   gathered      parameters that FSDP has gathered from all ranks
-  gradients     this rank's share of them
-  moments       AdamW's, by arithmetic: two for each trained parameter
-  activations   other tensors made in the forward pass
-  temporaries   other tensors made in the backward pass, such as a layer's recomputed activations
-  reward        the weights of the reward model of configs/model_reward.py, which shares the GPU
-  training      all of these
-  drawing       by arithmetic: weights, moments, reward, the cache for --sample-tokens, and all parameters once more
-                where there are several ranks or autocast
+  gradients     this rank's share of the gradients
+  moments       those of AdamW, by arithmetic: two for each trained parameter
+  activations   other tensors allocated in the forward pass
+  temporaries   other tensors allocated in the backward pass, such as recomputed activations
+  reward        weights of the reward model of configs/model_reward.py, which runs on the same GPU
+  training      the sum of these
+  drawing       by arithmetic: weights, moments, reward, the key-value cache for --sample-tokens, and a copy of all
+                parameters if they are gathered from several ranks or cast by autocast
 
-A config fits if the larger of the last two is at most 85 % of the GPU; above that it is tight. The rest is for what is
-not counted: the CUDA context, fragmentation in the allocator, workspaces of kernels and of NCCL, and the activations of
-`generate`. Sequences of other lengths may fill --microbatch-tokens better, by less than one sequence. torch.compile, on
-by default on a GPU, needs less than the plain layers that are counted here.
+A config fits if the larger of training and drawing is at most 85 % of the GPU; above that it is tight. The margin is for
+what is not counted: the CUDA context, fragmentation in the allocator, workspaces of kernels and NCCL, and activations of
+`generate` and the reward model. Sequences of other lengths may fill --microbatch-tokens better, by less than one
+sequence. torch.compile, on by default on a GPU, needs less memory than the eager layers that are counted here.
 
---measure also takes the steps for real, on random weights in a fresh process, and prints the error of the dry number.
-On a GPU the real number is torch's peak; on a CPU (Linux) it is the growth of the process, with an allocator that
-returns what is freed at once. With glibc's default allocator a process grows more.
+--measure also takes the steps with real tensors, in a new process, and prints the error of the dry run. On a GPU the
+measured number is torch's peak; on a CPU (Linux only) it is the growth of the process, with an allocator that returns
+freed memory at once. The default allocator of glibc returns less.
 """
 
 import ast
 import contextlib
+import dataclasses
 import gc
+import json
 import math
 import os
 import resource
@@ -81,8 +85,13 @@ MODELS = {
 REWARD_MODEL = 2 * 7_504_924_672  # bytes: ArmoRM is Llama-3-8B without its output head, in bf16
 RESPONSES = 5  # per prompt, in the UltraFeedback-ArmoRM data sets
 PROMPT = 64  # tokens, where a config sets no --max-prompt-length
-RANKS = 1, 2, 4, 8
+RANKS = {1: "one GPU", 2: "two GPUs", 4: "four GPUs", 8: "eight GPUs"}
 GPUS = 24, 80, 141  # GiB
+LIMIT = 0.85  # of a GPU; more is tight
+RESULTS = ROOT / "tests" / "claims" / "results" / "fits.jsonl"
+# The settings that change the memory of a run; see `memory_settings`.
+SETTINGS = ("loss model lora dtype attn checkpoint_activations taper batch_size group_size max_length max_prompt_length "
+            "max_new_tokens microbatch_tokens sample_tokens").split()
 GIB = 2**30
 COLUMNS = "weights gathered gradients moments activations temporaries reward training drawing".split()
 H100 = 989e12  # FLOP/s in bf16, dense
@@ -231,7 +240,7 @@ def load(file: str, flags: list[str], ranks: int = 1) -> tuple[Module, Config]:
         return model, dict(unexpected_keys=[], missing_keys=[])
 
     sharding = "--shard" if ranks > 1 else "--no-shard"
-    config = read(file, [*flags, "--model", str(DEMO), "--compile", "False", sharding])
+    config = read(file, [*flags, "--model", str(DEMO), "--no-compile", sharding])
     device = torch.device("cuda" if torch.cuda.is_available() and not is_fake else "cpu")
     # torch cannot move a fake parameter, not even to where it is.
     move = (lambda module, *_, **__: module) if is_fake else Module.to
@@ -279,6 +288,7 @@ def two_steps(file: str, flags: list[str], ranks: int, memory: Memory) -> Module
         for tensor in [*policy.parameters(), *policy.buffers()]:
             memory.note(tensor, "weights")
         for step in 1, 2:
+            policy.zero_grad()
             memory.peak = 0
             humanline.forward_backward(policy, longest_batch(config, step, ranks), config)
         for p in humanline.trained(policy).values():
@@ -302,87 +312,161 @@ def real_run(file: str, flags: list[str]) -> int:
     for step in 1, 2:
         humanline.forward_backward(policy, longest_batch(config, step, 1), config)
         optimizer.step()
+        optimizer.zero_grad()
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - others
 
-# ---------- What is printed ---------------------------------------------------------------------------------
+# ---------- Results -----------------------------------------------------------------------------------------
 
-def describe(file: str, flags: list[str]) -> None:
-    """Print a config's memory by the number of ranks, what it fits on, and its work."""
+def memory_settings(config: Config) -> dict:
+    """Configs with the same ones need the same memory."""
+    settings = {name: getattr(config, name) for name in SETTINGS}
+    return settings | dict(data=config.data[0], is_online=config.sample_every > 0,
+                           has_reward_model="model_reward" in config.reward)
+
+def gib_by_ranks(file: str, flags: list[str]) -> tuple[int, dict]:
+    """Number of parameters, and for each number of ranks the GiB of every column."""
     config = read(file, flags)
-    print(file, *flags)
-    print("ranks" + "".join(f"{name:>12}" for name in COLUMNS) + "".join(f"{size:>8} GiB" for size in GPUS))
+    table = {}
     for ranks in RANKS:
         kinds, policy = dry_run(file, flags, ranks)
-        kinds["reward"] = REWARD_MODEL if "model_reward" in config.reward else 0
-        kinds["training"] = sum(kinds.values())
         if ranks == 1:
             parameters = sum(p.numel() for p in policy.parameters())
-            trained = bytes_of(humanline.trained(policy).values())
+        kinds["reward"] = REWARD_MODEL if "model_reward" in config.reward else 0
+        kinds["training"] = sum(kinds.values())
         if config.sample_every:
             width = 4 if config.dtype == "float32" else 2
-            is_copied = ranks > 1 or (config.dtype == "mixed" and not config.lora)  # gathered, or cast by autocast
+            is_copied = ranks > 1 or (config.dtype == "mixed" and not config.lora)
             kinds["drawing"] = kinds["weights"] + kinds["moments"] + kinds["reward"]
             kinds["drawing"] += width * (cached(config) + is_copied * parameters)
-        peak = max(kinds["training"], kinds["drawing"]) / GIB
-        fits = ["no" if peak > size else "tight" if peak > 0.85 * size else "fits" for size in GPUS]
-        print(f"{ranks:5}" + "".join(f"{kinds[name] / GIB:12.1f}" for name in COLUMNS)
-              + "".join(f"{verdict:>12}" for verdict in fits), flush=True)
-    is_put_aside = config.sample_every > 0 and config.needs_reference
-    checkpoint = (3 + is_put_aside) * trained / GIB
-    aside = f"{trained / GIB:.1f} GiB of host memory" if is_put_aside else "no memory"
-    print(f"{parameters / 1e9:.2f} B parameters. A reference put aside takes {aside}; a checkpoint takes "
-          f"{checkpoint:.1f} GiB of disk, and of host memory while it is written.")
-    print(*work(config, parameters), "", sep="\n", flush=True)
+        table[str(ranks)] = {name: round(kinds[name] / GIB, 2) for name in COLUMNS}
+    return parameters, table
 
 def cached(config: Config) -> int:
-    """Numbers in the cache of keys and values for --sample-tokens."""
+    """How many numbers the cache of keys and values holds for --sample-tokens."""
     sizes = architecture(config.model)
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
     return 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * head_dim * config.sample_tokens
 
+def peak(gib: dict) -> float:
+    return max(gib["training"], gib["drawing"])
+
+def machines(result: dict) -> str:
+    """Where a config fits, fewest GPUs first: "one GPU of 141 GB (73 GiB of 141) or two GPUs of 80 GB (48 GiB of 80)"."""
+    found = []
+    for size in GPUS:
+        fitting = [int(ranks) for ranks, gib in result["gib"].items() if peak(gib) <= LIMIT * size]
+        if fitting and (not found or min(fitting) < found[0][0]):  # larger GPUs only where fewer are enough
+            found.insert(0, (min(fitting), size))
+    names = [f"{RANKS[ranks]} of {size} GB ({peak(result['gib'][str(ranks)]):.0f} GiB of {size})" for ranks, size in found]
+    return " or ".join(names) or "more than eight GPUs of 141 GB"
+
+def show(file: str, flags: list[str], result: dict) -> None:
+    """Print a config's memory by number of ranks, where it fits, and its work."""
+    config = read(file, flags)
+    print(file, *flags)
+    print("ranks" + "".join(f"{name:>12}" for name in COLUMNS) + "".join(f"{size:>8} GiB" for size in GPUS))
+    for ranks, gib in result["gib"].items():
+        fits = ["no" if peak(gib) > size else "tight" if peak(gib) > LIMIT * size else "fits" for size in GPUS]
+        print(f"{ranks:>5}" + "".join(f"{gib[name]:12.1f}" for name in COLUMNS)
+              + "".join(f"{verdict:>12}" for verdict in fits))
+    print(f"Needs {machines(result)}.")
+    trained = result["gib"]["1"]["moments"] / 2
+    is_put_aside = config.sample_every > 0 and config.needs_reference
+    aside = f"{trained:.1f} GiB of host memory" if is_put_aside else "no memory"
+    print(f"{result['parameters'] / 1e9:.2f} B parameters. A reference put aside takes {aside}; a checkpoint takes "
+          f"{(3 + is_put_aside) * trained:.1f} GiB on disk, and in host memory while it is written.")
+    print(*work(config, result["parameters"]), "", sep="\n", flush=True)
+
+def flops_factor(config: Config) -> int:
+    """FLOPs per parameter and token: 6 for training (4 with frozen weights), and 2 for each further forward pass."""
+    passes = config.needs_reference + (config.ratio_to_old and config.sample_every > 1)
+    if LOSSES[config.loss].needs_mismatched and passes:  # for z0, the same passes and one of the policy
+        passes = 2 * passes + 1
+    return (4 if config.lora else 6) + 2 * passes
+
 def work(config: Config, parameters: int) -> list[str]:
-    """What a run does if all its sequences are the longest."""
+    """What a run does if all its sequences are the longest, in sentences."""
     prompt, completion, per_prompt, per_step = longest(config)
-    loss = LOSSES[config.loss]
     steps = config.steps or 1
     sequences = steps * per_step
-    # Forward passes alone: for the reference, the old policy, and KTO's z0, which needs one of the policy too.
-    passes = config.needs_reference + (config.takes_old_policy and config.sample_every > 1)
-    if loss.needs_mismatched:
-        passes = 2 * passes + 1
-    factor = (4 if config.lora else 6) + 2 * passes
-    training = factor * parameters * sequences * (prompt + completion)
-    hours = training / (0.4 * H100) / 3600
-    prompts = sequences // per_prompt
-    lines = [f"{steps:,} steps, {prompts:,} prompts, {sequences:,} sequences of {prompt} + {completion} tokens at most, "
-             f"so {sequences * completion:,} tokens trained on; {factor} x parameters x tokens = {training:.2g} FLOPs, "
-             f"{hours:.2g} hours at 40 % of an H100."]
+    drawn = sequences // per_prompt * config.group_size
+    prompts = min(sequences // per_prompt, config.limit or sequences)
+    per_factor = parameters * sequences * (prompt + completion)
+    factor = flops_factor(config)
+    hours = factor * per_factor / (0.4 * H100) / 3600
+    lines = [f"{steps:,} steps, {prompts:,} prompts, {sequences:,} sequences of at most {prompt} + {completion} tokens: "
+             f"{sequences * completion:,} tokens to train on. {factor} x parameters x tokens = "
+             f"{factor * per_factor:.2g} FLOPs, {hours:.2g} hours at 40 % of an H100's bf16 rate."]
     if config.sample_every:
-        drawn = prompts * config.group_size
         drawing = 2 * parameters * drawn * (prompt + completion)
-        rate = 0.4 * drawing / (5 * training)
-        lines += [f"{drawn:,} completions drawn, {drawing:.2g} FLOPs, however seldom it draws.",
-                  "The paper's \"up to 6 times faster\" needs drawing to take 5/6 of an online step and, done seldom, no "
-                  f"time at all. It takes 5/6 at {rate:.1%} of an H100, with training at 40 %."]
+        lines += [f"{drawn:,} completions drawn, however seldom it draws: {drawing:.2g} FLOPs."]
+    if config.sample_every > 1:
+        online = flops_factor(dataclasses.replace(config, humanline=False, sample_every=1))
+        share = 1 - online / (6 * factor)  # Amdahl
+        seconds = (6 * factor - online) * per_factor / (0.4 * H100)
+        lines += [f"To be 6 times faster than drawing at every step, with drawing that costs nothing here, drawing must "
+                  f"take {share:.1%} of an online step: {drawn * completion / seconds:,.0f} tokens/s on an H100, or fewer."]
     return lines
+
+def row(file: str, flags: list[str], result: dict) -> str:
+    """A config as a row of the README's table: model, loss, how, GPUs."""
+    config = read(file, flags)
+    weights = f"LoRA of rank {config.lora}" if config.lora else "all weights"
+    dtype = dict(mixed="fp32 with bf16 autocast", bfloat16="bf16", float32="fp32")[config.dtype]
+    source = {0: "offline", 1: "online"}.get(config.sample_every, f"drawn every {config.sample_every} steps")
+    reward = ", with a reward model" if "model_reward" in config.reward else ""
+    name = config.model.split("/")[-1]
+    return f"| {name} | {humanline.in_words(config)} | {weights}, {dtype}, {source}{reward} | {machines(result)} |"
+
+def stored() -> dict[tuple[str, str], dict]:
+    """The stored results, by config and flags."""
+    results = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines()) if RESULTS.exists() else []
+    return {(result["config"], result["flags"]): result for result in results}
+
+def store(result: dict) -> None:
+    results = stored() | {(result["config"], result["flags"]): result}
+    lines = [json.dumps(results[key]) + "\n" for key in sorted(results)]
+    RESULTS.write_text("".join(lines), encoding="utf-8")
+
+def compare(file: str, flags: list[str]) -> dict:
+    """The dry run's sum beside the real peak of a process of its own."""
+    dry = sum(dry_run(file, flags, 1)[0].values())
+    command = [sys.executable, __file__, "--real", file, *flags]
+    real = int(subprocess.check_output(command, env=os.environ | ALLOCATOR))
+    device = "GPU" if torch.cuda.is_available() else "CPU"
+    print(f"{file} {' '.join(flags)}: dry {dry / GIB:.2f} GiB, measured {real / GIB:.2f} GiB on a {device}, "
+          f"error {dry / real - 1:+.1%}", flush=True)
+    return dict(device=device, dry=round(dry / GIB, 3), measured=round(real / GIB, 3))
 
 def main(argv: list[str]) -> int:
     files = [word for word in argv if word.endswith(".toml")]
-    flags = [word for word in argv if word not in ("--measure", "--real", *files)]
+    own = {"--measure", "--real", "--store", "--table"} & set(argv)
+    flags = [word for word in argv if word not in {*own, *files}]
+    known = {}  # by the settings that change memory
     try:
         for file in files or sorted(map(str, (ROOT / "configs").glob("*.toml"))):
-            if "--real" in argv:
+            name = dict(config=Path(file).stem, flags=" ".join(flags))
+            if "--real" in own:
                 print(real_run(file, flags))
-            elif "--measure" in argv:
-                dry = sum(dry_run(file, flags, 1)[0].values())
-                command = [sys.executable, __file__, "--real", file, *flags]
-                real = int(subprocess.check_output(command, env=os.environ | ALLOCATOR))
-                print(f"{file} {' '.join(flags)}: dry {dry / GIB:.2f} GiB, measured {real / GIB:.2f} GiB, "
-                      f"error {dry / real - 1:+.1%}", flush=True)
+                continue
+            if "--table" in own:
+                print(row(file, flags, stored()[name["config"], name["flags"]]))
+                continue
+            if "--measure" in own:
+                name["flags"] = f"--measure {name['flags']}"
+                result = name | compare(file, flags)
             else:
-                describe(file, flags)
+                settings = memory_settings(read(file, flags))
+                key = json.dumps(settings)
+                if key not in known:
+                    known[key] = gib_by_ranks(file, flags)
+                parameters, gib = known[key]
+                result = name | dict(settings=settings, parameters=parameters, gib=gib)
+                show(file, flags, result)
+            if "--store" in own:
+                store(result)
     except UserError as error:
         print(f"fits.py: error: {error}", file=sys.stderr)
         return 2
