@@ -9,7 +9,7 @@
 
 Other flags are those of humanline.py and apply to every config. The model has its full size, but its tensors are fake:
 they have a shape and no contents. The first of 1, 2, 4 or 8 ranks, with --shard if there are several, takes two steps
-of humanline.py on the longest sequences that the config allows. Without --shard every rank needs as much as a single one.
+of humanline.py on the longest sequences that the config allows. Without --shard every rank needs as much as one does.
 
 Columns, in GiB per rank at the peak of the second step:
 
@@ -24,10 +24,10 @@ Columns, in GiB per rank at the peak of the second step:
   drawing       by arithmetic: weights, moments, reward, the key-value cache for --sample-tokens, and a copy of all
                 parameters if they are gathered from several ranks or cast by autocast
 
-A config fits if the larger of training and drawing is at most 85 % of the GPU; above that it is tight. The margin is for
-what is not counted: the CUDA context, fragmentation in the allocator, workspaces of kernels and NCCL, and activations of
-`generate` and the reward model. Sequences of other lengths may fill --microbatch-tokens better, by less than one
-sequence. torch.compile, on by default on a GPU, needs less memory than the eager layers that are counted here.
+A config fits if the larger of training and drawing is at most 85 % of the GPU; above that it is tight. The margin is
+for what is not counted: the CUDA context, fragmentation in the allocator, workspaces of kernels and NCCL, and
+activations of `generate` and the reward model. Sequences of other lengths may fill --microbatch-tokens better, by less
+than one sequence. torch.compile, on by default on a GPU, needs less memory than the eager layers that are counted here.
 
 --measure also takes the steps with real tensors, in a new process, and prints the error of the dry run. On a GPU the
 measured number is torch's peak; on a CPU (Linux only) it is the growth of the process, with an allocator that returns
@@ -41,6 +41,7 @@ import gc
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -67,7 +68,7 @@ sys.path.insert(0, str(ROOT))
 import humanline
 from humanline import LOSSES, Batch, Config, Sequence, UserError, require
 
-# The sizes of the configs' models, from their config.json. Other models: a folder, or a name if a hub is in reach.
+# The sizes of the configs' models, from their config.json. Other models: a folder, or a name if the hub can be reached.
 MODELS = {
     "meta-llama/Meta-Llama-3-8B-Instruct": dict(
         model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
@@ -90,8 +91,8 @@ GPUS = 24, 80, 141  # GiB
 LIMIT = 0.85  # of a GPU; more is tight
 RESULTS = ROOT / "tests" / "claims" / "results" / "fits.jsonl"
 # The settings that change the memory of a run; see `memory_settings`.
-SETTINGS = ("loss model lora dtype attn checkpoint_activations taper batch_size group_size max_length max_prompt_length "
-            "max_new_tokens microbatch_tokens sample_tokens").split()
+SETTINGS = ("loss model lora dtype attn checkpoint_activations taper batch_size group_size max_length "
+            "max_prompt_length max_new_tokens microbatch_tokens sample_tokens").split()
 GIB = 2**30
 COLUMNS = "weights gathered gradients moments activations temporaries reward training drawing".split()
 H100 = 989e12  # FLOP/s in bf16, dense
@@ -106,10 +107,10 @@ class Storage:
     kind: str
 
 class Memory(TorchDispatchMode):
-    """Counts the storages of all live tensors, by kind, and keeps the counts of their peak.
+    """Tracks the storages of all live tensors by kind, and their sizes at the peak.
 
-    Over a FakeTensorMode, integers and booleans stay real, as token ids, labels and masks decide how large other
-    tensors are. A question about the value of a fake tensor is answered with 1, which is also yes."""
+    Under a FakeTensorMode integers and booleans stay real, because token ids, labels and masks determine the sizes of
+    other tensors. Where the program asks for the value of a fake tensor, it is 1, or True."""
 
     def __init__(self, fake_mode: FakeTensorMode | None):
         super().__init__()
@@ -121,10 +122,10 @@ class Memory(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if DTensor in types:
-            return NotImplemented  # it comes back with this rank's part
+            return NotImplemented  # which dispatches again, with this rank's part
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        if active_fake_mode() is not self.fake_mode:  # DTensor works out a shape
+        if active_fake_mode() is not self.fake_mode:  # DTensor is only computing a shape
             return func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
@@ -141,7 +142,7 @@ class Memory(TorchDispatchMode):
         return out
 
     def note(self, tensor: Tensor, kind: str | None = None) -> None:
-        """Count a tensor's storage, once. Without a kind it is what the pass that makes it says."""
+        """Count a tensor's storage once. Without `kind`, the current pass decides: forward or backward."""
         storage = local(tensor).untyped_storage()
         key = storage._cdata
         if key not in self.live:
@@ -164,7 +165,7 @@ class Memory(TorchDispatchMode):
 
     @contextlib.contextmanager
     def follow_fsdp(self):
-        """FSDP frees and fills what it gathers by resizing storages, which no operation on tensors shows."""
+        """FSDP frees and refills gathered parameters by resizing their storages, which no tensor operation shows."""
         resize = torch.UntypedStorage.resize_
 
         def resize_gathered(storage, size):
@@ -184,7 +185,7 @@ class Memory(TorchDispatchMode):
         return sums
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of it."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 def bytes_of(tensors) -> int:
@@ -193,7 +194,7 @@ def bytes_of(tensors) -> int:
 # ---------- The two steps -----------------------------------------------------------------------------------
 
 def read(file: str, flags: list[str]) -> Config:
-    """A config as a GPU takes it. Raises UserError if anything that it names does not exist."""
+    """A config as it is on a GPU. Raises UserError if it names something that does not exist."""
     config = humanline.parse_config(["--config", file, *flags])
     if config.dtype == "auto":
         return read(file, [*flags, "--dtype", "mixed"])
@@ -215,7 +216,7 @@ def architecture(name: str):
 
 @contextlib.contextmanager
 def first_of(ranks: int):
-    """Makes this process the first of several ranks, of which the others do not exist."""
+    """Make this process the first of several ranks, without the others."""
 
     def gather(values, value):
         values[:] = [value] * ranks
@@ -231,7 +232,7 @@ def first_of(ranks: int):
         dist.destroy_process_group()
 
 def load(file: str, flags: list[str], ranks: int = 1) -> tuple[Module, Config]:
-    """The policy as humanline.py prepares it, with random weights, and the config for it."""
+    """The policy as humanline.py prepares it, with random weights, and its config."""
     sizes = architecture(read(file, flags).model)
     is_fake = active_fake_mode() is not None
 
@@ -242,7 +243,7 @@ def load(file: str, flags: list[str], ranks: int = 1) -> tuple[Module, Config]:
     sharding = "--shard" if ranks > 1 else "--no-shard"
     config = read(file, [*flags, "--model", str(DEMO), "--no-compile", sharding])
     device = torch.device("cuda" if torch.cuda.is_available() and not is_fake else "cpu")
-    # torch cannot move a fake parameter, not even to where it is.
+    # torch cannot move a fake parameter, not even to its own device.
     move = (lambda module, *_, **__: module) if is_fake else Module.to
     with (mock.patch.object(AutoModelForCausalLM, "from_pretrained", from_pretrained),
           mock.patch.object(Module, "to", move)):
@@ -250,7 +251,7 @@ def load(file: str, flags: list[str], ranks: int = 1) -> tuple[Module, Config]:
     return policy, config
 
 def longest(config: Config) -> tuple[int, int, int, int]:
-    """Tokens of the longest prompt and completion, sequences with the same prompt in a batch, sequences per step."""
+    """Lengths of the longest prompt and completion, sequences per prompt in a batch, and sequences per step."""
     prompt = config.max_prompt_length or PROMPT
     completion = config.max_new_tokens
     if config.max_length:
@@ -268,7 +269,7 @@ def longest(config: Config) -> tuple[int, int, int, int]:
     return prompt, completion, per_prompt, per_step
 
 def longest_batch(config: Config, step: int, ranks: int) -> Batch:
-    """As much as makes a microbatch per rank in the first step and three in the second, if the config has that much."""
+    """Sequences for a microbatch per rank in the first step and for three in the second, if a step has as many."""
     prompt, completion, per_prompt, per_step = longest(config)
     count = math.ceil(config.microbatch_tokens / (prompt + completion)) * ranks * (1 if step == 1 else 3)
     count = min(count + count % 2, per_step)
@@ -281,7 +282,7 @@ def longest_batch(config: Config, step: int, ranks: int) -> Batch:
     return Batch(step, sequences, sequences[:2], 0.0)
 
 def two_steps(file: str, flags: list[str], ranks: int, memory: Memory) -> Module:
-    """Take them under `memory`; returns the policy."""
+    """Take two steps under `memory`; returns the policy."""
     with first_of(ranks), memory.follow_fsdp(), memory.fake_mode or contextlib.nullcontext(), memory:
         policy, config = load(file, flags, ranks)
         gc.collect()
@@ -304,7 +305,7 @@ def dry_run(file: str, flags: list[str], ranks: int) -> tuple[Counter, Module]:
     return kinds, policy
 
 def real_run(file: str, flags: list[str]) -> int:
-    """Bytes that the steps and their updates take in this process, at the peak."""
+    """Bytes that two steps and their updates take in this process, at the peak."""
     policy, config = load(file, flags)
     optimizer = torch.optim.AdamW(humanline.trained(policy).values(), fused=True)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -352,14 +353,27 @@ def cached(config: Config) -> int:
 def peak(gib: dict) -> float:
     return max(gib["training"], gib["drawing"])
 
-def machines(result: dict) -> str:
-    """Where a config fits, fewest GPUs first: "one GPU of 141 GB (73 GiB of 141) or two GPUs of 80 GB (48 GiB of 80)"."""
+def verdict(gib: dict, size: int) -> str:
+    if peak(gib) > size:
+        return "no"
+    if peak(gib) > LIMIT * size:
+        return "tight"
+    return "fits"
+
+def smallest(result: dict) -> list[tuple[int, int, float]]:
+    """Where a config fits, fewest GPUs first: their number, size and the GiB that it takes on each."""
     found = []
+    fewest = math.inf
     for size in GPUS:
-        fitting = [int(ranks) for ranks, gib in result["gib"].items() if peak(gib) <= LIMIT * size]
-        if fitting and (not found or min(fitting) < found[0][0]):  # larger GPUs only where fewer are enough
-            found.insert(0, (min(fitting), size))
-    names = [f"{RANKS[ranks]} of {size} GB ({peak(result['gib'][str(ranks)]):.0f} GiB of {size})" for ranks, size in found]
+        for ranks, gib in result["gib"].items():
+            if verdict(gib, size) == "fits" and int(ranks) < fewest:  # larger GPUs only where fewer are enough
+                fewest = int(ranks)
+                found.insert(0, (fewest, size, peak(gib)))
+    return found
+
+def machines(result: dict) -> str:
+    """The same in words: "one GPU of 80 GB (67 GiB of 80) or two GPUs of 24 GB (19 GiB of 24)"."""
+    names = [f"{RANKS[ranks]} of {size} GB ({used:.0f} GiB of {size})" for ranks, size, used in smallest(result)]
     return " or ".join(names) or "more than eight GPUs of 141 GB"
 
 def show(file: str, flags: list[str], result: dict) -> None:
@@ -368,9 +382,8 @@ def show(file: str, flags: list[str], result: dict) -> None:
     print(file, *flags)
     print("ranks" + "".join(f"{name:>12}" for name in COLUMNS) + "".join(f"{size:>8} GiB" for size in GPUS))
     for ranks, gib in result["gib"].items():
-        fits = ["no" if peak(gib) > size else "tight" if peak(gib) > LIMIT * size else "fits" for size in GPUS]
         print(f"{ranks:>5}" + "".join(f"{gib[name]:12.1f}" for name in COLUMNS)
-              + "".join(f"{verdict:>12}" for verdict in fits))
+              + "".join(f"{verdict(gib, size):>12}" for size in GPUS))
     print(f"Needs {machines(result)}.")
     trained = result["gib"]["1"]["moments"] / 2
     is_put_aside = config.sample_every > 0 and config.needs_reference
@@ -396,8 +409,8 @@ def work(config: Config, parameters: int) -> list[str]:
     per_factor = parameters * sequences * (prompt + completion)
     factor = flops_factor(config)
     hours = factor * per_factor / (0.4 * H100) / 3600
-    lines = [f"{steps:,} steps, {prompts:,} prompts, {sequences:,} sequences of at most {prompt} + {completion} tokens: "
-             f"{sequences * completion:,} tokens to train on. {factor} x parameters x tokens = "
+    lines = [f"{steps:,} steps, at most {prompts:,} prompts, {sequences:,} sequences of at most {prompt} + "
+             f"{completion} tokens: {sequences * completion:,} tokens to train on. {factor} x parameters x tokens = "
              f"{factor * per_factor:.2g} FLOPs, {hours:.2g} hours at 40 % of an H100's bf16 rate."]
     if config.sample_every:
         drawing = 2 * parameters * drawn * (prompt + completion)
@@ -406,19 +419,23 @@ def work(config: Config, parameters: int) -> list[str]:
         online = flops_factor(dataclasses.replace(config, humanline=False, sample_every=1))
         share = 1 - online / (6 * factor)  # Amdahl
         seconds = (6 * factor - online) * per_factor / (0.4 * H100)
-        lines += [f"To be 6 times faster than drawing at every step, with drawing that costs nothing here, drawing must "
-                  f"take {share:.1%} of an online step: {drawn * completion / seconds:,.0f} tokens/s on an H100, or fewer."]
+        rate = drawn * completion / seconds
+        lines += ["Even if its own drawing cost nothing, it is 6 times faster than drawing at every step only where that "
+                  f"takes {share:.1%} of a step: {rate:,.0f} tokens/s on an H100, or fewer."]
     return lines
 
 def row(file: str, flags: list[str], result: dict) -> str:
-    """A config as a row of the README's table: model, loss, how, GPUs."""
+    """A config as a row of a table: model, loss, how, GPUs and the GiB that it takes on each."""
     config = read(file, flags)
-    weights = f"LoRA of rank {config.lora}" if config.lora else "all weights"
-    dtype = dict(mixed="fp32 with bf16 autocast", bfloat16="bf16", float32="fp32")[config.dtype]
-    source = {0: "offline", 1: "online"}.get(config.sample_every, f"drawn every {config.sample_every} steps")
-    reward = ", with a reward model" if "model_reward" in config.reward else ""
-    name = config.model.split("/")[-1]
-    return f"| {name} | {humanline.in_words(config)} | {weights}, {dtype}, {source}{reward} | {machines(result)} |"
+    how = {0: "offline", 1: "online"}.get(config.sample_every, f"drawn every {config.sample_every} steps")
+    how = f"{dict(mixed='mixed', bfloat16='bf16', float32='fp32')[config.dtype]}, {how}"
+    if config.lora:
+        how = f"LoRA {config.lora}, {how}"
+    if "model_reward" in config.reward:
+        how = f"{how}, reward model"
+    name = re.sub("^.*/(Meta-)?|-Instruct$|-it$", "", config.model)
+    gpus = ", ".join(f"{ranks} × {size} GB ({used:.0f})" for ranks, size, used in smallest(result)[:2])
+    return f"| {name} | {humanline.in_words(config)} | {how} | {gpus} |"
 
 def stored() -> dict[tuple[str, str], dict]:
     """The stored results, by config and flags."""
