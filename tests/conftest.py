@@ -1,4 +1,5 @@
-"""What the tests share: a random model of a few thousand parameters, rows of every kind, and short runs on them."""
+"""Shared fixtures: a random model with a few thousand parameters, rows of every kind, and short runs on
+them."""
 
 import importlib.util
 import itertools
@@ -21,7 +22,7 @@ import humanline
 from bases import character_tokenizer
 from humanline import Batch, Sequence
 
-torch.set_num_threads(1)  # small tensors: more threads only wait for each other
+torch.set_num_threads(1)  # the tensors are so small that more threads would only wait
 
 
 def pytest_addoption(parser):
@@ -29,8 +30,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: minutes; runs with --slow or -m slow")
-    config.addinivalue_line("markers", "needs(package): skipped where that optional package is not installed")
+    config.addinivalue_line("markers", "slow: takes minutes; runs with --slow or -m slow")
+    config.addinivalue_line("markers", "needs(package): skipped if this optional package is not installed")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def own_caches(tmp_path_factory):
-    """The user's caches stay as they are."""
+    """Keep the user's caches unchanged."""
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets-cache"))
     import datasets
 
@@ -69,7 +70,7 @@ def tiny(tmp_path_factory) -> str:
 
 
 def rows_of(kind: str, count: int = 24) -> list[dict]:
-    """Rows of one kind with prompts and completions of many lengths."""
+    """Rows of one kind, with prompts and completions of various lengths."""
     chance = random.Random(count)
     characters = lambda low, high: (chance.choice("abcdefgh 0123456789") for _ in range(chance.randint(low, high)))
     word = lambda low, high: "".join(characters(low, high)).strip() or "x"
@@ -95,7 +96,7 @@ def data_files(tmp_path_factory) -> dict[str, str]:
     return {kind: write_jsonl(folder / f"{kind}.jsonl", rows_of(kind)) for kind in kinds}
 
 
-# What each loss must know of a sequence, of one after the other in turn.
+# What each loss needs to know about its sequences, in turn.
 SIGNALS = {
     "dpo": [dict(is_chosen=True), dict(is_chosen=False)],
     "kto": [dict(is_chosen=True, kto_weight=1.5), dict(is_chosen=False), dict(is_chosen=False)],
@@ -104,7 +105,7 @@ SIGNALS = {
 
 
 def random_batch(loss: str, count: int = 8, seed: int = 0) -> Batch:
-    """A batch with lengths of all kinds and reference log-probs away from the policy's."""
+    """A batch with various lengths, and reference log-probs that differ from the policy's."""
     generator = torch.Generator().manual_seed(seed)
     number = lambda low, high: int(torch.randint(low, high, (), generator=generator))
     ids = lambda length: torch.randint(8, 100, (length,), generator=generator).tolist()
@@ -116,14 +117,15 @@ def random_batch(loss: str, count: int = 8, seed: int = 0) -> Batch:
 
     sequences = [random_sequence(**signal) for _, signal in zip(range(count), itertools.cycle(SIGNALS[loss]))]
     mismatched = []
-    if loss == "kto":  # each stands for an example, whose is_chosen it has
+    if loss == "kto":  # one per example, with the same is_chosen
         mismatched = [random_sequence(is_chosen=sequence.is_chosen) for sequence in sequences]
     return Batch(1, sequences, mismatched, 0.0)
 
 
 @pytest.fixture(scope="session")
 def varied(tmp_path_factory) -> str:
-    """A --reward that differs between most completions: a random model is never right, which teaches nothing."""
+    """A --reward that differs between most completions. With `exact`, a random model would never be right and
+    learn nothing."""
     path = tmp_path_factory.mktemp("rewards") / "rewards.py"
     path.write_text("import zlib\n\n\ndef varied(prompts, completions, rows, **_):\n"
                     "    return [zlib.crc32(text.encode()) % 7 / 7 for text in completions]\n")
@@ -132,7 +134,7 @@ def varied(tmp_path_factory) -> str:
 
 @pytest.fixture
 def run(tiny, data_files, tmp_path, varied):
-    """run("--loss dpo ...", data="pairs") trains in this process; returns the run's folder."""
+    """run("--loss dpo ...", data="pairs") trains in this process and returns the run's folder."""
     count = 0
 
     def train(more: str, data: str = "groups", out: str | None = None, flags: list[str] | None = None) -> Path:
@@ -154,13 +156,13 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def timeless(folder: Path) -> list[dict]:
-    """The metrics that two runs can share."""
+    """The metrics of a run without those that depend on time or memory."""
     return [{key: value for key, value in line.items() if "second" not in key and key != "memory_mib"}
             for line in metrics(folder)]
 
 
 def same_weights(a: Path, b: Path) -> bool:
-    """Whether two runs end in the same weights, bit for bit."""
+    """Whether two runs have the same final weights, bit for bit."""
     from safetensors.torch import load_file
 
     first, second = (load_file(folder / "final" / "model.safetensors") for folder in (a, b))
@@ -168,7 +170,7 @@ def same_weights(a: Path, b: Path) -> bool:
 
 
 def command(*flags: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
-    """python humanline.py FLAGS, as a user types it."""
+    """Run python humanline.py FLAGS in a separate process."""
     line = [sys.executable, str(ROOT / "humanline.py"), *flags]
     return subprocess.run(line, capture_output=True, text=True, cwd=cwd,
                           env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=600)
@@ -188,7 +190,7 @@ def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
 
 
 def double(policy, batch: Batch) -> None:
-    """Everything in float64."""
+    """Convert the policy and the batch to float64."""
     policy.double()
     for sequence in batch.sequences + batch.mismatched:
         sequence.ref_logps = sequence.ref_logps.double()
@@ -201,6 +203,6 @@ def gradient(policy, batch: Batch, config) -> torch.Tensor:
 
 
 def logps_of(policy, sequences: list[Sequence], temperature: float = 1.0) -> list[torch.Tensor]:
-    """The log-probs of each sequence's completion, each sequence in a row of its own."""
+    """The log-probs of each sequence's completion, with one sequence per row."""
     logps = humanline.log_probs(policy, [[sequence] for sequence in sequences], temperature).detach()
     return [row[: len(sequence.completion)] for row, sequence in zip(logps, sequences)]

@@ -1,4 +1,4 @@
-"""Changes as a reader of humanline.py would make them: each is one place of its text, and right everywhere."""
+"""Changes that a reader of humanline.py might make: each is an edit in one place, and correct everywhere."""
 
 import copy
 import dataclasses
@@ -89,7 +89,7 @@ COSINE = """
 
 
 def patched(tmp_path: Path, *patches: tuple[str, str], more: str = ""):
-    """humanline.py with these places changed, and more classes, as a module and as a file of tmp_path."""
+    """humanline.py with these edits and additional classes, as a module and as a file in tmp_path."""
     text = (ROOT / "humanline.py").read_text(encoding="utf-8")
     for old, new in patches:
         assert text.count(old) == 1 and new.count("\n") - old.count("\n") <= 5
@@ -129,7 +129,7 @@ def test_a_clip_whose_bounds_depend_on_is_chosen_is_one_place(tiny, tmp_path, lo
     report = changed.forward_backward(policy, batch, config)
 
     def clipped(sequences):
-        """Σ d̃ of each sequence, and whether each token lies below, within or above its bounds."""
+        """Σ d̃ of each sequence, and whether each token is below, within or above its bounds."""
         sums, places = [], []
         for sequence in sequences:
             low, high = (-0.2, 0.6) if sequence.is_chosen else (-0.6, 0.2)
@@ -234,7 +234,7 @@ def test_a_clip_that_anneals_is_one_place(tiny, tmp_path):
 # A loss says in its entry what it needs.
 
 def simpo(x, config):
-    """Meng et al. 2024: no reference, and log-probs a token."""
+    """Meng et al. 2024: no reference, and mean log-probs per token."""
     means = x.logps.sum(-1) / x.mask.sum(-1)
     return -torch.nn.functional.logsigmoid(2 * (means[0::2] - means[1::2]) - 0.5)
 

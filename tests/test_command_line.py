@@ -1,4 +1,4 @@
-"""What a user types: flags, config files, the run's folder, and one clear line for everything that is wrong."""
+"""The command line: flags, config files, the run's folder, and a clear one-line message for every error."""
 
 import dataclasses
 import inspect
@@ -190,7 +190,7 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
 
 
 def complaint(flags: list[str], tmp_path, capsys) -> str:
-    """The one line that main prints; checks the status, and that nothing was written."""
+    """The one-line message that main prints. Checks the exit status, and that nothing was written."""
     before = sorted(tmp_path.rglob("*"))
     assert humanline.main(flags) == 2
     shown = capsys.readouterr()
@@ -274,7 +274,7 @@ def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(tiny, data_f
 
 @pytest.mark.parametrize("moment", ["load_policy", "lock"])
 def test_two_runs_in_one_folder_do_not_overlap(tiny, data_files, tmp_path, monkeypatch, capsys, moment):
-    """The second one begins while the first one loads, and once it holds the lock."""
+    """The second run starts while the first one is loading, and again when it holds the lock."""
     flags = f"--model {tiny} --data {data_files['groups']} --out {tmp_path / 'out'} --steps 1 --batch-size 4".split()
     original, others = getattr(humanline, moment), []
 
@@ -310,7 +310,7 @@ def test_a_run_that_was_not_measured_before_its_first_step_ends_in_a_line_all_th
 
 @pytest.fixture(scope="module")
 def alone(tiny, tmp_path_factory):
-    """alone(FLAGS) runs a copy of humanline.py in a folder that holds nothing else of ours."""
+    """alone(FLAGS) runs a copy of humanline.py in a folder without our other files."""
     folder = tmp_path_factory.mktemp("alone")
     shutil.copy(ROOT / "humanline.py", folder)
 

@@ -1,4 +1,4 @@
-"""Rows on disk -> groups -> what each loss trains on; and the published shapes of well-known data sets."""
+"""Data: from rows on disk to groups to the units of each loss, and the formats of well-known data sets."""
 
 import json
 

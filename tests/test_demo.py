@@ -1,4 +1,4 @@
-"""The demo: what a newcomer sees who types `python humanline.py`."""
+"""The demo: what a new user sees after typing `python humanline.py`."""
 
 import json
 import re
@@ -18,7 +18,7 @@ DEMO = ROOT / "configs" / "demo"
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """The command with no arguments, in an empty folder."""
+    """Run the command without arguments in an empty folder."""
     folder = tmp_path_factory.mktemp("newcomer")
     return command(cwd=folder), folder
 
@@ -96,7 +96,7 @@ def test_the_demo_is_what_its_maker_says():
 
 @pytest.mark.slow
 def test_the_demo_made_again_is_the_demo(tmp_path):
-    """Bit for bit on the machine that made it; elsewhere sums may round otherwise."""
+    """Equal bit for bit on the machine that made the demo; rounding may differ on others."""
     subprocess.run([sys.executable, str(ROOT / "tests" / "claims" / "bases.py"), str(tmp_path / "again")], check=True)
     names = ["model/model.safetensors", "model/tokenizer.json", "rows.jsonl", "test.jsonl"]
     assert all((tmp_path / "again" / name).read_bytes() == (DEMO / name).read_bytes() for name in names)

@@ -1,4 +1,4 @@
-"""What the texts say of the files, the flags and the metrics is so."""
+"""The documentation agrees with the files, the flags and the metrics."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ METRICS = (ROOT / "tests" / "claims" / "metrics.md").read_text()
 
 
 def prose(text: str) -> str:
-    """A text without its code."""
+    """A Markdown text without its code."""
     return re.sub(r"`[^`]*`", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
 
 

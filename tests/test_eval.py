@@ -1,4 +1,4 @@
-"""What eval.py says after a run: the estimates are right, the uncertainty is honest, bad input is said in a line."""
+"""eval.py: estimates are correct, intervals have their coverage, and bad input gives a one-line message."""
 
 import doctest
 import itertools
@@ -23,7 +23,8 @@ from eval import capacity, interval, length_controlled, pass_at_k, perceived_div
 
 @pytest.fixture
 def ask(tmp_path, monkeypatch, capsys):
-    """ask("accuracy --samples 2") runs the command in an empty folder, 100 columns wide; what it printed."""
+    """ask("accuracy --samples 2") runs the command in an empty folder, 100 columns wide, and returns its
+    output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -37,7 +38,7 @@ def ask(tmp_path, monkeypatch, capsys):
 
 
 def line_of(text: str, start: str) -> list[float]:
-    """The numbers behind `start` in the line that begins with it."""
+    """The numbers after `start` in the line that begins with it."""
     line = re.search(rf"^ *{re.escape(start)}(.*)", text, re.M)[1]
     return [float(number) for number in re.findall(r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?", line)]
 
@@ -64,7 +65,8 @@ def test_doctests():
 
 @pytest.mark.parametrize("samples, a, b", [(8, 0.2, 1.8), (1, 9.0, 1.0)])
 def test_the_interval_covers_the_truth_as_often_as_it_says(samples, a, b):
-    """300 repeats of 100 problems whose solve rates are Beta(a, b): mostly never solved, or one sample each."""
+    """300 repeats of 100 problems with solve rates from Beta(a, b): most are never solved, or have one sample
+    each."""
     chance, covered = np.random.default_rng(0), 0
     for _ in range(300):
         _, low, high = interval(chance.binomial(samples, chance.beta(a, b, 100)) / samples, 0.0, 1.0)
@@ -78,26 +80,26 @@ def test_the_interval_stays_sane_where_few_problems_differ():
     mean, low, high = interval([0.0] * 100, 0.0, 1.0)
     assert (mean, low) == (0, 0) and math.isclose(high, 1 - 0.025**0.01)  # Clopper and Pearson
     assert interval([0.5] * 100, 0.0, 1.0)[1] < 0.5 < interval([0.5] * 100, 0.0, 1.0)[2]
-    assert interval([3.0, 3.0]) == (3.0, 3.0, 3.0)  # lengths, say, of which nothing else is known
+    assert interval([3.0, 3.0]) == (3.0, 3.0, 3.0)  # values without known bounds, such as lengths
 
 
-def test_length_control_takes_away_what_length_alone_has_won_and_nothing_else():
-    found = []
+def test_length_control_removes_what_is_won_by_length_and_nothing_else():
+    win_rates = []
     for seed in range(10):
         chance = np.random.default_rng(seed)
         theirs = np.round(chance.lognormal(5, 0.5, 500))
         delta = np.round(theirs * chance.lognormal(math.log(1.3), 0.4, 500)) - theirs
         probability = 1 / (1 + np.exp(-3 * delta / delta.std()))
         assert probability.mean() > 0.6 and abs(length_controlled(probability, delta) - 0.5) < 0.05
-        found.append(float(length_controlled((1 + np.sign(delta)) / 2, delta)))
-    assert abs(np.mean(found) - 0.5) < 0.05  # a judge that is a step at length 0 leaves it open how steep
+        win_rates.append(float(length_controlled((1 + np.sign(delta)) / 2, delta)))
+    assert abs(np.mean(win_rates) - 0.5) < 0.05  # a judge with a step at length 0 does not determine the slope
     won = (chance.random(500) < 0.7).astype(float)
     assert abs(length_controlled(won, delta) - won.mean()) < 0.02
-    both = np.stack([won, 1 - won])  # leading dimensions are fits of their own
+    both = np.stack([won, 1 - won])  # leading dimensions are separate fits
     assert np.allclose(length_controlled(both, np.stack([delta] * 2)).sum(), 1)
 
 
-def test_the_divergence_is_zero_for_data_that_looks_as_people_see_the_model_and_bounds_their_error():
+def test_the_divergence_is_zero_for_data_distributed_as_the_model_is_perceived_and_bounds_the_error():
     chance, policy = np.random.default_rng(0), np.full(20, 1e6)
     omega = np.diff(capacity(np.arange(21) / 20, 0.61))
     assert perceived_divergence(policy, 1e8 * omega, 0.61) < 1e-6
@@ -121,14 +123,14 @@ def drawn_texts(model: str, rows: list[dict], samples: int, length: int) -> list
 
 @pytest.fixture(scope="session")
 def problems(tiny, tmp_path_factory):
-    """Problems of two levels, whose answers are what the tiny model has once said."""
+    """Problems of two levels, with answers that were sampled from the tiny model."""
     rows = rows_of("prompts", 30)
     answers = drawn_texts(tiny, rows, 1, 1)
     rows = [dict(row, answer=answer, level=1 + i % 2) for i, (row, (answer,)) in enumerate(zip(rows, answers))]
     return write_jsonl(tmp_path_factory.mktemp("problems") / "problems.jsonl", rows)
 
 
-def test_accuracy_is_what_its_samples_say(ask, tiny, problems, tmp_path):
+def test_accuracy_agrees_with_its_samples(ask, tiny, problems, tmp_path):
     said = ask(f"accuracy --model {tiny} {tiny} --data {problems} --samples 4 --k 1 2 --max-new-tokens 1")
     lines = read_lines(tmp_path / "evals" / "accuracy.jsonl")
     answers = [row["answer"] for row in read_lines(Path(problems))]
@@ -145,21 +147,22 @@ def test_accuracy_is_what_its_samples_say(ask, tiny, problems, tmp_path):
     assert f"difference from {tiny}, paired by problem; comparisons: 1\n" in said
 
 
-def test_greedy_answers_are_the_likeliest_and_nothing_is_written_over(ask, tiny, problems, tmp_path):
+def test_greedy_answers_are_the_most_likely_and_files_are_not_overwritten(ask, tiny, problems, tmp_path):
     for seed in (0, 1):
         ask(f"accuracy --model {tiny} --data {problems} --limit 8 --samples 2 --max-new-tokens 3 --seed {seed}")
-    one, two = (read_lines(tmp_path / "evals" / name) for name in ("accuracy.jsonl", "accuracy-2.jsonl"))
-    told = lambda lines, kind: [line["completion"] for line in lines if line["kind"] == kind]
-    assert told(one, "greedy") == told(two, "greedy") and told(one, "sampled") != told(two, "sampled")
+    first, second = (read_lines(tmp_path / "evals" / name) for name in ("accuracy.jsonl", "accuracy-2.jsonl"))
+    texts = lambda lines, kind: [line["completion"] for line in lines if line["kind"] == kind]
+    assert texts(first, "greedy") == texts(second, "greedy")
+    assert texts(first, "sampled") != texts(second, "sampled")
     policy, tokenizer = humanline.load_policy(humanline.Config(model=tiny), torch.device("cpu"))
-    for line in [line for line in one if line["kind"] == "greedy"][:5]:
+    for line in [line for line in first if line["kind"] == "greedy"][:5]:
         ids = encode_prompt(tokenizer, line["prompt"])
         for _ in range(line["tokens"]):
             ids.append(int(policy(torch.tensor([ids])).logits[0, -1].argmax()))
         assert tokenizer.decode(ids[-line["tokens"] :], skip_special_tokens=True) == line["completion"]
 
 
-def test_a_run_of_a_loss_of_ones_own_is_measured_with_all_its_settings(ask, run, problems, monkeypatch):
+def test_a_run_with_a_custom_loss_is_evaluated_with_all_its_settings(ask, run, problems, monkeypatch):
     folder = run("--loss dpo --beta 0.2", data="pairs")
     settings = folder / "config.toml"
     settings.write_text(settings.read_text().replace('"dpo"', '"mine"'))
@@ -170,7 +173,7 @@ def test_a_run_of_a_loss_of_ones_own_is_measured_with_all_its_settings(ask, run,
 
 def test_a_runs_own_settings_are_used_and_flags_override_them(ask, run, problems, tmp_path):
     folder = run("--prompt-template <{prompt}> --system hi --max-new-tokens 3 --temperature 0.7 --seed 42 --steps 1")
-    with open(folder / "config.toml", "a") as file:  # as if of many ranks, adapters and a package that is not here
+    with open(folder / "config.toml", "a") as file:  # as if trained with many ranks, adapters and a package that is missing here
         file.write(f'\nshard = true\ntrack = "wandb"\nlora = 4\nlora_alpha = 8\neval_data = "{problems}"\n')
     opened = []
     for spec, more in ((folder, ""), (folder / "final", "--prompt-template [{prompt}] --max-new-tokens 2")):
@@ -180,7 +183,7 @@ def test_a_runs_own_settings_are_used_and_flags_override_them(ask, run, problems
         opened.append([message["content"][0] for message in lines[0]["prompt"]])
     assert opened == [["h", "<"], ["h", "["]]
     config = evaluation.config_for(str(folder), evaluation.Accuracy(model=()))
-    assert (config.temperature, config.seed) == (1, 0)  # a flag outranks the run though it is the default
+    assert (config.temperature, config.seed) == (1, 0)  # a flag overrides the run's setting even at its default
 
 
 # winrate.
@@ -211,12 +214,12 @@ def judges(tmp_path):
 
 def test_a_model_does_not_beat_itself(ask, tiny, problems, judges):
     covered, flags = 0, f"--model {tiny} --against {tiny} --data {problems}"
-    for seed in range(3):  # each interval misses once in 20 times
+    for seed in range(3):  # each interval misses the truth 5 % of the time
         said = ask(f"winrate {flags} --judge {judges}:longer --samples 4 --seed {seed} --max-new-tokens 9")
         for name in ("win rate", "length-controlled"):
             _, low, high = line_of(said, name)[:3]
             covered += low <= 0.5 <= high and high - low < 0.4
-        assert "losses 0.0" not in said  # other draws, hence other lengths
+        assert "losses 0.0" not in said  # the samples differ, so lengths do, too
     assert covered >= 5
     said = ask(f"winrate {flags} --judge {judges}:lopsided --max-new-tokens 3")  # it is asked in both orders
     assert line_of(said, "win rate")[0] == 0.5 and "wins 0.000, ties 1.000, losses 0.000" in said
@@ -234,7 +237,7 @@ def test_the_higher_reward_wins_and_ties_count_half(ask, tiny, data_files, tmp_p
     assert math.isclose(line_of(said, "win rate")[0], np.mean([pair["preference"] for pair in pairs]), abs_tol=6e-4)
 
 
-def test_only_desirable_completions_of_the_data_are_something_to_beat(ask, tiny, tmp_path, capsys):
+def test_win_rates_compare_only_with_desirable_completions_of_the_data(ask, tiny, tmp_path, capsys):
     labels = [False, True, True, False, True]
     rows = [dict(prompt=f"p{i}", completion=f"c{i}", label=label, answer="x") for i, label in enumerate(labels)]
     data = write_jsonl(tmp_path / "labels.jsonl", rows)
@@ -245,7 +248,7 @@ def test_only_desirable_completions_of_the_data_are_something_to_beat(ask, tiny,
     assert "or no desirable completion; compare with a model instead: --against MODEL" in capsys.readouterr().err
 
 
-def test_the_pairs_of_a_win_rate_become_what_alpaca_eval_reads(ask, tiny, data_files, tmp_path):
+def test_the_pairs_of_a_win_rate_are_converted_to_the_format_of_alpaca_eval(ask, tiny, data_files, tmp_path):
     ask(f"winrate --model {tiny} --data {data_files['groups']} --max-new-tokens 3 --out pairs.jsonl")
     subprocess.run([sys.executable, ROOT / "configs" / "alpaca_eval.py", "pairs.jsonl"], check=True, cwd=tmp_path)
     pairs, rows = read_lines(tmp_path / "pairs.jsonl"), read_lines(Path(data_files["groups"]))
@@ -256,27 +259,27 @@ def test_the_pairs_of_a_win_rate_become_what_alpaca_eval_reads(ask, tiny, data_f
         assert {(line["generator"], line["dataset"]) for line in outputs} == {(side, "pairs")}
 
 
-def test_a_run_is_asked_in_its_own_template_and_a_model_beside_it_as_the_run_is(
+def test_a_run_is_prompted_with_its_own_template_and_a_model_next_to_it_like_the_run(
         ask, run, tiny, problems, judges, monkeypatch):
     one, other = (run(f"--prompt-template {word}{{prompt}} --max-new-tokens 3 --steps 1") for word in "QR")
-    encode, asked = evaluation.encode, []
+    encode, prompts = evaluation.encode, []
 
     def note(sampler, rows, offline):
-        asked.append(rows[0].prompt[0]["content"][0] + str(sampler.config.max_new_tokens))
+        prompts.append(rows[0].prompt[0]["content"][0] + str(sampler.config.max_new_tokens))
         return encode(sampler, rows, offline)
 
     monkeypatch.setattr(evaluation, "encode", note)
     flags = f"--data {problems} --judge {judges}:longer --limit 3"
     for model, against in ((one, other), (one, tiny), (tiny, one)):
         ask(f"winrate --model {model} --against {against} {flags}")
-    assert asked == ["Q3", "R3", "Q3", "Q3", "Q3", "Q3"]
+    assert prompts == ["Q3", "R3", "Q3", "Q3", "Q3", "Q3"]
 
 
 # data.
 
 @pytest.fixture(scope="session")
 def two_sources(tiny, tmp_path_factory):
-    """Scored groups that the tiny model has drawn itself, and that it would never draw."""
+    """Scored groups sampled from the tiny model, and others that it would never sample."""
     folder = tmp_path_factory.mktemp("sources")
     rows = rows_of("prompts", 40)
     texts = dict(
@@ -289,7 +292,7 @@ def two_sources(tiny, tmp_path_factory):
     return files
 
 
-def test_data_ranks_what_the_model_finds_likely_first_and_says_so(ask, tiny, two_sources, tmp_path):
+def test_data_ranks_sources_by_likelihood_and_gives_advice(ask, tiny, two_sources, tmp_path):
     said = ask(f"data --model {tiny} --data {two_sources['other']} {two_sources['own']} --max-new-tokens 6 "
                "--out data.svg")
     own, own_low, own_high, other = line_of(said, "mean log-prob, nats/token")[:4]
@@ -301,7 +304,7 @@ def test_data_ranks_what_the_model_finds_likely_first_and_says_so(ask, tiny, two
     assert "mean token log-prob" in (tmp_path / "data.svg").read_text()
 
 
-def test_data_that_the_model_finds_most_unlikely_has_a_picture_too(tmp_path):
+def test_very_unlikely_data_has_a_figure_too(tmp_path):
     groups = [humanline.Group(i, [1], [[2]], [1.0]) for i in range(3)]
     source = evaluation.Source("it", groups, [[np.full(2, value)] for value in (-9.0, -12.0, -30.0)], [])
     evaluation.picture_data([source], "model", tmp_path / "data.svg")
@@ -315,12 +318,12 @@ def test_advice_follows_from_the_models_own_samples(nats, scores, advice):
     own = [[np.full(4, value)] for value in np.linspace(-0.4, 0, 100)]
     groups = [humanline.Group(i, [1], [[2], [3]], scores) for i in range(100)]
     spread = np.linspace(-0.1, 0.1, 100)
-    source = evaluation.Source("it", groups, [[np.full(3, nats + one), np.full(2, nats - one)] for one in spread], own)
+    source = evaluation.Source("it", groups, [[np.full(3, nats + shift), np.full(2, nats - shift)] for shift in spread], own)
     assert source.advice().startswith(advice) and source.advice().endswith(".")
     assert source.estimate[0] == pytest.approx(nats)
 
 
-def test_data_counts_what_is_wrong_with_it(ask, tiny, tmp_path):
+def test_data_counts_duplicates_dropped_completions_and_groups_without_a_difference(ask, tiny, tmp_path):
     rows = [dict(prompt=f"p{i}", completions=["aa", "aa", "bbb"], scores=[1, 1, 1 if i < 15 else 0]) for i in range(20)]
     rows[0]["completions"][2] *= 30
     said = ask(f"data --model {tiny} --data {write_jsonl(tmp_path / 'odd.jsonl', rows)} --own 0 --max-new-tokens 4")
@@ -331,27 +334,28 @@ def test_data_counts_what_is_wrong_with_it(ask, tiny, tmp_path):
 
 # perception.
 
-def test_what_perception_lets_through_is_what_training_lets_through():
+def test_perception_passes_the_same_tokens_as_training():
     chance, config = np.random.default_rng(0), humanline.Config(batch_size=4, gamma_p=3e5, beta_p=7e5, gamma_r=1e5,
                                                                 beta_r=9e5)
     d = [[chance.normal(0, 1.5, chance.integers(1, 6)) for _ in range(3)] for _ in range(10)]
-    found = evaluation.fractions_passed(d, config)
-    for group, clipped in zip(d, found["after humanline clipping"]):
-        for one, share in zip(group, clipped):
-            _, is_low, is_high = humanline.perceive(torch.tensor(one), None, config)
-            assert share == (~(is_low | is_high)).double().mean()
-    # With Betas that concentrate on their means, sampling rejects what lies beyond a batch's [M_P m_P, 1 / (M_R m_R)].
-    first = [one for group in d[:4] for one in group]
+    fractions = evaluation.fractions_passed(d, config)
+    for group, clipped in zip(d, fractions["after humanline clipping"]):
+        for log_ratios, fraction in zip(group, clipped):
+            _, is_low, is_high = humanline.perceive(torch.tensor(log_ratios), None, config)
+            assert fraction == (~(is_low | is_high)).double().mean()
+    # If the Betas concentrate on their means, sampling rejects tokens outside the batch's [M_P m_P, 1 / (M_R
+    # m_R)].
+    first = [log_ratios for group in d[:4] for log_ratios in group]
     flat = np.concatenate(first)
     low, high = flat.max() + math.log(0.3), -((-flat).max() + math.log(0.1))
-    expected = [((one > low) & (one < high)).mean() for one in first]
-    shares = np.concatenate(found["after humanline sampling"][:4])
-    assert np.mean(np.abs(shares - expected) > 1e-9) < 0.1  # but for outcomes right at an end
+    expected = [((log_ratios > low) & (log_ratios < high)).mean() for log_ratios in first]
+    sampled = np.concatenate(fractions["after humanline sampling"][:4])
+    assert np.mean(np.abs(sampled - expected) > 1e-9) < 0.1  # except for outcomes close to an end
 
 
 # plot.
 
-def test_plot_puts_seeds_into_one_line_and_keeps_settings_apart(ask, run, tmp_path):
+def test_plot_merges_seeds_into_one_line_and_separates_settings(ask, run, tmp_path):
     flags = "--steps 4 --eval-data {0} --eval-every 2 --eval-prompts 4 --sample-every 2"
     data = write_jsonl(tmp_path / "problems.jsonl", rows_of("prompts"))
     runs = [run(f"{flags.format(data)} {more}") for more in ("--seed 0", "--seed 1", "--no-humanline")]
@@ -368,7 +372,7 @@ def test_plot_puts_seeds_into_one_line_and_keeps_settings_apart(ask, run, tmp_pa
     assert math.isclose(lines[4]["speed"], sum(line["tokens"] for line in metrics(runs[0])) / total)
 
 
-# What is wrong is said in one line, with exit status 2, before anything is written.
+# Bad input gives a one-line message and exit status 2, before anything is written.
 
 @pytest.fixture(scope="module")
 def other_vocabulary(tiny, tmp_path_factory):
@@ -379,7 +383,7 @@ def other_vocabulary(tiny, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("command, complaint", [
+@pytest.mark.parametrize("command, message", [
     ("accuracy --model runs/none", "--model runs/none: no such run or model"),
     ("accuracy --model died", "--model died: the run did not finish"),
     ("accuracy --model nothing", "--model nothing: this folder is neither a run"),
@@ -412,7 +416,7 @@ def other_vocabulary(tiny, tmp_path_factory):
     ("plot --out curves.pdf", "--out curves.pdf: the name must end in .png or .svg"),
     ("nothing", "accuracy, show, chat, winrate, data, perception, plot"),
 ])
-def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other_vocabulary, judges, tmp_path,
+def test_bad_input_is_one_line_and_exit_status_2(command, message, tiny, other_vocabulary, judges, tmp_path,
                                                  monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for folder in ("runs", "nothing", "died/checkpoint", "young", "old"):
@@ -429,7 +433,7 @@ def test_bad_input_is_one_line_and_exit_status_2(command, complaint, tiny, other
     said = capsys.readouterr()
     assert (status, said.out) == (2, "") and not Path("evals").exists()
     [line] = [line for line in said.err.splitlines() if "warning" not in line]
-    assert line.startswith("eval.py: error: ") and complaint in line
+    assert line.startswith("eval.py: error: ") and message in line
 
 
 def test_the_command_line_works_as_typed(tmp_path):

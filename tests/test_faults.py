@@ -1,4 +1,4 @@
-"""What happens to a run: kills, signals, damage, a full disk, too little memory, a second run in the same place."""
+"""Faults: kills, signals, damaged files, a full disk, too little memory, two runs in the same folder."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ import humanline
 
 
 def start(*flags: str) -> subprocess.Popen:
-    """python humanline.py FLAGS, which goes on while a test does."""
+    """Start python humanline.py FLAGS in the background."""
     line = [sys.executable, str(ROOT / "humanline.py"), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(line, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""Names on the hub where there is no network: one line, or what the cache holds."""
+"""Hub names without a network: a one-line error, or the cached files."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ SHORT = "--steps 2 --batch-size 2 --max-new-tokens 4".split()
 
 
 def command(tmp_path, *flags: str) -> subprocess.CompletedProcess:
-    """python humanline.py FLAGS where the hub is switched off."""
+    """Run python humanline.py FLAGS with the hub offline."""
     line = [sys.executable, str(ROOT / "humanline.py"), *flags, "--out", str(tmp_path / "out")]
     environment = os.environ | dict(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)

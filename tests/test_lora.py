@@ -1,4 +1,4 @@
-"""LoRA: adapters beside a frozen base, with a reference that moves. Skipped where peft is not installed."""
+"""LoRA: adapters on a frozen base model, with a moving reference. Skipped if peft is not installed."""
 
 import json
 import re
@@ -31,14 +31,14 @@ def check_same_adapters(a: Path, b: Path) -> None:
 
 
 def plain_peft(folder: Path | str):
-    """A peft folder as others load it, in fp32."""
+    """Load a peft folder with peft alone, in fp32."""
     folder = str(folder)
     base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
     return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
 
 
 def learned(policy) -> None:
-    """Give fresh adapters, which change nothing, values as after some training."""
+    """Give new adapters, which start as the identity, values as if they had been trained."""
     generator = torch.Generator().manual_seed(3)
     for name, p in humanline.trained(policy).items():
         if "lora_B" in name:

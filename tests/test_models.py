@@ -1,4 +1,4 @@
-"""Any causal language model: its log-probs, its tokenizer's boundaries, and short runs, on random two-layer models."""
+"""Architectures: log-probs, token boundaries and short runs on random two-layer models of many families."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from humanline import Config, Sequence
 
 
 def gsm8k(count: int) -> list[dict]:
-    """Rows of the shape of GSM8K, each with its solution against a wrong one."""
+    """Rows in the format of GSM8K, each with its solution and a wrong one."""
     chance = random.Random(0)
     rows = []
     for _ in range(count):
@@ -118,7 +118,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """folder(family, tied) holds a random two-layer model with a tokenizer of its family."""
+    """folder(family, tied) is a random two-layer model with a tokenizer of its family."""
     made = {}
 
     def make(family: str, tied: bool = True) -> str:
@@ -158,14 +158,14 @@ def some_sequences(policy, count: int = 5) -> list[Sequence]:
 
 
 def own_rows(policy, sequences: list[Sequence]) -> list[torch.Tensor]:
-    """The log-probs of each completion, every sequence in a row of its own."""
+    """The log-probs of each completion, with one sequence per row."""
     logps = humanline.log_probs(policy, [[sequence] for sequence in sequences])
     assert all(not row[len(sequence.completion):].any() for row, sequence in zip(logps, sequences, strict=True))
     return [row[: len(sequence.completion)] for row, sequence in zip(logps, sequences)]
 
 
 def full_logits_logps(policy, sequence: Sequence) -> torch.Tensor:
-    """What transformers itself says of a completion's tokens, alone in its batch, without padding."""
+    """Log-probs from transformers, for one sequence at a time and without padding."""
     ids = torch.tensor([sequence.prompt + sequence.completion])
     logps = policy(input_ids=ids).logits.log_softmax(-1)
     return logps[0, len(sequence.prompt) - 1 : -1].gather(1, ids[0, len(sequence.prompt) :, None])[:, 0]
@@ -252,7 +252,7 @@ def test_bf16_log_probs_are_near_those_of_fp32_and_weights_are_what_was_asked(fo
 
 
 def shared_rows(policy) -> list[list[Sequence]]:
-    """Rows of one to five completions behind one copy of their prompt."""
+    """Rows with one to five completions that share one copy of their prompt."""
     generator, rows = torch.Generator().manual_seed(2), []
     for count in (3, 1, 5, 2, 4):
         prompt = random_ids(policy, generator, 1, 30)
@@ -387,7 +387,7 @@ ZEPHYR_TEMPLATE = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}]\n{{ m.c
 
 
 def with_tokenizer(path: str, to: Path, change) -> str:
-    """A copy of a model's folder, after change(tokenizer)."""
+    """A copy of a model folder, with its tokenizer modified by change(tokenizer)."""
     shutil.copytree(path, to)
     tokenizer = AutoTokenizer.from_pretrained(to)
     change(tokenizer)
@@ -396,7 +396,7 @@ def with_tokenizer(path: str, to: Path, change) -> str:
 
 
 def with_template(folder, family: str, template: str, to: Path, **settings):
-    """A model of a family, its tokenizer with another template, and the settings."""
+    """A model of a family, its tokenizer with another chat template, and the configuration."""
     change = lambda tokenizer: setattr(tokenizer, "chat_template", template)
     return load(with_tokenizer(folder(family), to, change), **settings)
 
@@ -459,7 +459,7 @@ def test_dialogues_keep_their_speakers_where_the_model_has_no_template(folder, c
 
 
 def copy_of(path: str, to: Path, **changes: dict) -> str:
-    """A copy of a model's folder with keys of its JSON files changed, or removed where None."""
+    """A copy of a model folder with keys of its JSON files changed, or removed if the value is None."""
     shutil.copytree(path, to)
     for file, keys in changes.items():
         content = json.loads((to / f"{file}.json").read_text()) | keys
@@ -601,7 +601,7 @@ def test_the_model_card_says_how_the_model_was_made(folder, rows, tmp_path):
 
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="torch.compile needs a C++ compiler")
 def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folder, rows, tmp_path, varied):
-    """Training, rollouts and reference log-probs, with shared prompts."""
+    """With shared prompts, for training, rollouts and reference log-probs."""
     losses, drawn, graphs = [], [], []
     for compiled in ("--no-compile", "--compile"):
         torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""The README's loop of one's own ends in the weights of the program."""
+"""The training loop in the README gives the same weights as the program."""
 
 import re
 

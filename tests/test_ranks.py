@@ -1,4 +1,4 @@
-"""Many ranks: real processes started by torchrun, against one process."""
+"""Several ranks: real processes started by torchrun, compared with a single process."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def flags_of(tiny, data_files, varied, loss: str, source: str, more: str = "") -
 
 
 def torchrun(*args: Path | str) -> subprocess.Popen:
-    """torchrun ARGS, two ranks of one thread each."""
+    """Run torchrun ARGS with two ranks of one thread each."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -59,7 +59,7 @@ def torchrun(*args: Path | str) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def folders(tiny, data_files, varied, tmp_path_factory):
-    """The folder of each case run by two ranks."""
+    """The run folder of each case, trained on two ranks."""
     home = tmp_path_factory.mktemp("ranks")
     folders = {case: home / "-".join(case) for case in CASES}
     more = {"ddp": "", "fsdp": "--shard"}
@@ -74,7 +74,8 @@ def folders(tiny, data_files, varied, tmp_path_factory):
 
 
 def agree(expected: Path, folder: Path, tolerance: float = 1e-5) -> None:
-    """Losses and weights equal, relative to their size (a GRPO loss passes through zero, so 0.1 is the least size)."""
+    """Losses and weights equal, relative to their size (a GRPO loss passes through zero, so 0.1 is the least
+    size)."""
     for a, b in zip(metrics(expected), metrics(folder), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=tolerance, abs=0.1 * tolerance), a["step"]
         assert a["tokens"] == b["tokens"] and a["reward"] == pytest.approx(b["reward"])

@@ -1,4 +1,4 @@
-"""configs/rewards.py: what each example rewards, at its edges, and that the program can use it."""
+"""configs/rewards.py: what each example rewards, its edge cases, and its use by the program."""
 
 import doctest
 import importlib.util

@@ -1,4 +1,5 @@
-"""Rewards: which answers are right, whose rewards they are, and that nothing that goes wrong with one stops a run."""
+"""Rewards: which answers are correct, which sample gets which reward, and that no failure of a reward stops a
+run."""
 
 import importlib.util
 import json
@@ -37,7 +38,8 @@ def process_number(reward: humanline.Reward) -> int:
 
 @pytest.fixture
 def asked(monkeypatch) -> list[tuple[str, str]]:
-    """The pairs of answers for which mathematics is asked; it says of all that they are equal."""
+    """The pairs of answers that are passed to math-verify, which is replaced by one that accepts all of
+    them."""
     pairs = []
     monkeypatch.setattr(math_reward, "compare", lambda *pair: pairs.append(pair) or True)
     return pairs
@@ -303,7 +305,7 @@ def test_a_hanging_function_costs_no_more_than_four_times_its_limit(user_files, 
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for counts."""
+    """Whether a process has ended, possibly as a zombie."""
     for _ in range(100):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -345,7 +347,7 @@ humanline.Reward(config)([[]], ["hang"], [{{}}])
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory) -> str:
-    """A folder with a random sequence classifier, whose tokenizer puts BOS before plain text."""
+    """A folder with a random sequence classifier whose tokenizer adds BOS to plain text."""
     from tokenizers.processors import TemplateProcessing
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -365,7 +367,7 @@ COMPLETIONS = ["2", "", "a long answer, with many words", "12", "<eos>x"]
 
 
 def by_hand(folder: str) -> list[float]:
-    """The logit of each of COMPLETIONS to PROMPT, by itself."""
+    """The logit of each of COMPLETIONS to PROMPT, computed separately."""
     from transformers import AutoTokenizer, LlamaForSequenceClassification
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), LlamaForSequenceClassification.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What the model writes can be seen, read back and trained on; what a run learns from is told; nothing is in vain."""
+"""Rollouts: they are written, can be read back and trained on, and a run reports what it learns from."""
 
 import json
 import math
@@ -109,7 +109,7 @@ def test_held_out_completions_have_a_file_of_their_own(run, data_files):
 
 
 def cut_back(whole: Path, to: Path, step: int) -> str:
-    """A copy of a finished run, as of a checkpoint but for its lines."""
+    """A copy of a finished run, rolled back to a checkpoint except for its JSON lines."""
     shutil.copytree(whole, to)
     shutil.rmtree(to / "final")
     for later in [path for path in (to / "checkpoint").iterdir() if path.name > f"step-{step:08d}"]:

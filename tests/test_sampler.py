@@ -1,4 +1,5 @@
-"""What draws: `generate`, or with --sampler another process, which gets the weights in a folder and may fail."""
+"""Sampling: `generate`, or with --sampler another process, which reads the weights from a folder and may
+fail."""
 
 import gc
 import importlib.util
@@ -87,7 +88,7 @@ def unsure(*request):
 """
 
 def start(folder: Path, function: str) -> str:
-    """A --sampler that starts a function of a file as configs/external.py starts its own."""
+    """A --sampler that starts a function from a file in the same way as configs/external.py."""
     name = function.rpartition(":")[2]
     path = folder / f"start_{name}.py"
     path.write_text(f"import runpy\n\nexternal = runpy.run_path({str(EXTERNAL)!r})\nexternal['External'].__init__.__globals__['SECONDS'] = {SECONDS}\n\n"
@@ -97,13 +98,14 @@ def start(folder: Path, function: str) -> str:
 
 @pytest.fixture
 def notes(tmp_path):
-    """notes() is what the samplers of this test were asked, in order."""
+    """notes() returns the requests to the samplers of this test, in order."""
     return lambda: [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
 def sampler(tmp_path, monkeypatch):
-    """sampler("draw") is a --sampler of FAKE, whose log-probs are not the policy's; more: code behind it."""
+    """sampler("draw") is a --sampler from FAKE, whose log-probs are not the policy's. `more` is code to
+    append."""
     def write(function: str = "draw", more: str = "", code: str = FAKE) -> str:
         if code == FAKE:
             monkeypatch.setattr(humanline, "SAMPLER_GAP", {True: 99.0, False: 99.0})
@@ -121,7 +123,8 @@ def test_a_sampler_is_asked_for_each_drawing_with_the_weights_of_that_moment(run
                 f"--top-p 0.9 --eval-data {data_files['prompts']} --eval-every 2 --eval-samples 3")
     asked = notes()
     assert len({note["pid"] for note in asked}) == 1  # one process for the run
-    # Before the first step and after every second one: held-out samples, their greedy completions, the next drawing.
+    # Before the first step and after every second one: held-out samples, their greedy completions, the next
+    # drawing.
     assert [note["count"] for note in asked] == [3, 1, 4] * 3 + [3, 1]
     assert [len(note["prompts"]) for note in asked] == [24, 24, 8] * 3 + [24, 24]
     folders = [note["weights"] for note in asked]
@@ -141,7 +144,7 @@ def test_a_sampler_is_asked_for_each_drawing_with_the_weights_of_that_moment(run
 
 def test_an_engine_agrees_with_the_trainer_about_log_probs_and_one_that_does_not_ends_the_run(
         run, sampler, tmp_path):
-    """As a server does that kept a part of the old weights."""
+    """The first run is like a server that kept some of its old weights."""
     flags = f"--sample-every 2 --steps 4 --temperature 0.8 --sampler {sampler('unsure', code=ENGINE)}"
     says = ("^step 1: --sampler .*unsure differs from the policy by 0.100 nats a token .*limit 0.05.;"
             ".*--resume latest$")
@@ -212,7 +215,7 @@ BREAKS = {  # what the second drawing does, and what is said of it
 
 
 def breaking(tmp_path: Path, what: str, times: int) -> str:
-    """Code of a sampler that does `what` at its second drawing, `times` times."""
+    """Code of a sampler that executes `what` at its second request, `times` times."""
     return f"""
 
 def breaking(*request):
@@ -307,7 +310,8 @@ def test_a_sampler_that_is_none_is_one_line(run, flags, says):
         run(f"{flags} --sample-every 2")
 
 
-# What any --sampler returns for 16 completions of at most 4 tokens, and what is said of it. 3 is the stop token.
+# What any --sampler returns for 16 completions of at most 4 tokens, and what is said of it. 3 is the stop
+# token.
 GOOD = ([9, 3], [-1.0, -1.0])
 RETURNS = {
     "None": "'NoneType' object is not iterable",
@@ -442,7 +446,8 @@ def test_drawing_leaves_the_global_random_state_alone_and_is_a_function_of_the_s
 @pytest.mark.slow
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter of an environment with vLLM")
 def test_vllm_draws_with_the_trainers_weights_before_and_after_a_step(tmp_path, data_files, varied):
-    """The gap in fp32 where the weights are the same: a reload that forgot a tensor would show. Heads of vLLM's size."""
+    """In fp32 the gap is tiny if the weights are equal, so a reload that missed a tensor would show. The head
+    size is one that vLLM supports."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = character_tokenizer()

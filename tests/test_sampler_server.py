@@ -1,4 +1,4 @@
-"""Rollouts from servers: configs/sampler_server.py against servers of the test's own, which fail in every way."""
+"""Rollouts from servers: configs/sampler_server.py with test servers that fail in many ways."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ PROMPTS = [[40, 41, i] for i in range(8)]
 
 
 def pretend(weights: str, prompt: list[int], seed: int, longest: int) -> tuple[list[int], list[float]]:
-    """A completion that shows by which weights it was drawn."""
+    """A completion that shows which weights it was sampled from."""
     chance = random.Random(f"{weights} {prompt} {seed}")
     ids = [chance.randrange(8, 90) for _ in range(chance.randint(1, longest))]
     return (ids if len(ids) == longest else [*ids, STOP]), [-1.0] * (min(len(ids) + 1, longest))
@@ -32,11 +32,12 @@ def why_ended(ids: list[int]) -> str:
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """An HTTP status other than 200."""
 
 
 class Engine:
-    """An HTTP server that speaks as vLLM and SGLang do. `on` is called before each answer, `change` with it."""
+    """An HTTP server with the routes of vLLM and SGLang. `on` is called before each answer, `change` on the
+    answer."""
 
     def __init__(self, port: int = 0, draw=pretend):
         self.version, self.weights, self.adapters, self.draw = "default", "as it started", {}, draw
@@ -134,7 +135,7 @@ class Engine:
 
 @pytest.fixture
 def engines():
-    """engines(2) starts two; engines(1, port=...) one where another was."""
+    """engines(2) starts two engines; engines(1, port=...) starts one on a port that was used before."""
     started = []
 
     def start(count: int, **kind) -> list[Engine]:
@@ -156,7 +157,7 @@ def module_of(file: Path):
 
 @pytest.fixture
 def client(monkeypatch):
-    """client(engines) is configs/sampler_server.py with these servers, as a process of the trainer's loads it."""
+    """client(engines) is configs/sampler_server.py with these servers, loaded as in the trainer's process."""
     def load(those: list[Engine], scheme: str = ""):
         monkeypatch.setenv("HUMANLINE_SERVERS", ",".join(scheme + engine.url for engine in those))
         return module_of(FILE)
@@ -166,7 +167,7 @@ def client(monkeypatch):
 
 @pytest.fixture
 def weights(tmp_path):
-    """weights("1") is a folder; weights("2", is_lora=True) one with adapters."""
+    """weights("1") is a folder of weights; weights("2", is_lora=True) is one with adapters."""
     def folder(name: str, is_lora: bool = False) -> str:
         (tmp_path / name).mkdir()
         if is_lora:
@@ -191,7 +192,7 @@ DRAWING = "/v1/completions", "/generate"
 
 
 def in_step(*those: Engine) -> None:
-    """They answer when all 8 prompts are under way, so that each gets its share."""
+    """The engines answer only when all 8 prompts have been sent, so that each of them gets some."""
     barrier = threading.Barrier(8, timeout=20)
     for engine in those:
         engine.on = lambda route, body: barrier.wait() if route in DRAWING else None
@@ -366,7 +367,8 @@ def test_weights_of_an_earlier_process_are_not_taken_for_those_of_the_same_path(
 # A run.
 
 def transformers_draws(loaded: dict):
-    """An engine's `draw`: the folder's model, alone or with the folder's adapters on it."""
+    """An engine's `draw` with transformers: the model in the folder, or the base model with the folder's
+    adapters."""
     import torch
     from transformers import AutoModelForCausalLM
 

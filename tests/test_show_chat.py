@@ -1,4 +1,4 @@
-"""What a person reads of a model: its completions side by side, and its answers in a dialogue."""
+"""The commands `show` and `chat` of eval.py: completions side by side, and answers in a dialogue."""
 
 import io
 import json
@@ -26,7 +26,7 @@ def prompts(tmp_path) -> str:
 # show.
 
 def shown(said: str, models: int) -> list[list[tuple[str, str]]]:
-    """Per prompt, per model: the first completion as it stands in its column, and what is said beneath it."""
+    """Per prompt and model: the first completion in its column, and the summary below it."""
     blocks = []
     for block in re.split(r"^── \d+ of \d+: .*$", said, flags=re.M)[1:]:
         cells = [[cell.strip() for cell in line.split("│")] for line in re.split("─{20,}\n", block)[1].splitlines()]
@@ -98,7 +98,7 @@ def with_template(tiny: str, template: str | None, folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def talker(tiny, tmp_path_factory) -> str:
-    """Its prompts read u:hello;a:…;u:more;a:"""
+    """A model with prompts of the form u:hello;a:…;u:more;a:"""
     return with_template(tiny, TEMPLATE, tmp_path_factory.mktemp("models") / "talker")
 
 
@@ -109,7 +109,8 @@ def plain(tiny, tmp_path_factory) -> str:
 
 @pytest.fixture
 def talk(monkeypatch, capsys):
-    """talk("--model x", "hello", …) -> what was printed, and for each answer the prompt and the completion as text."""
+    """talk("--model x", "hello", …) returns the output, and the prompt and completion of each answer as
+    text."""
 
     def run(flags: str, *messages: str) -> tuple[str, list[tuple[str, str]]]:
         heard, sample = [], humanline.sample

@@ -1,4 +1,4 @@
-"""What once went wrong without a word: each case costs one line now, or comes out right."""
+"""Former silent errors: each case now gives a one-line message, or the correct result."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ import humanline
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path_factory, monkeypatch):
-    """Runs without --out are written into a folder of their own."""
+    """Runs without --out are written to a temporary folder."""
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
 
 
@@ -45,7 +45,7 @@ def test_a_folder_is_read_as_its_files_are(tmp_path, name, text):
 
 
 def test_a_folder_of_compressed_files_is_read_as_well(tmp_path):
-    """As HH-RLHF comes from the hub."""
+    """HH-RLHF has this format on the hub."""
     with gzip.open(tmp_path / "train.jsonl.gz", "wt") as file:
         file.write('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     [row] = humanline.read_rows(str(tmp_path), humanline.Config(), "--data")

@@ -1,5 +1,4 @@
-"""The taper and the prior: what keeps offline data from being pushed down without end, and what is known from
-being lost."""
+"""The taper, which keeps offline completions from being pushed down without limit, and the prior."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The lines of configs/trl.md, run as they stand against the real TRL, which users need not have."""
+"""The code in configs/trl.md, run unchanged with the real TRL, which is an optional dependency."""
 
 import math
 import re
@@ -25,7 +25,8 @@ def weights(model) -> list[torch.Tensor]:
 
 
 def train(tiny, tmp_path, code: str):
-    """Run the lines for five steps; returns the log, and the policy's and reference's weights at each step's start."""
+    """Run the code for five steps. Returns the log, and the weights of policy and reference at the start of
+    each step."""
     settings = dict(output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=STEPS, learning_rate=1e-2,
                     logging_steps=1, ref_model_sync_steps=K, report_to=[], save_strategy="no", use_cpu=True, bf16=False,
                     disable_tqdm=True, seed=0)

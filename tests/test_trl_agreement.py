@@ -1,8 +1,8 @@
-"""Whole runs of ours against the real TRL's, code that nobody here wrote. Its own methods run, unchanged;
-where its conventions are others than ours, a test says so and chooses settings in which they meet.
+"""Complete runs give the same weights as TRL, an independent implementation whose methods run unchanged.
+Where its conventions differ from ours, a test says so and chooses settings for which both agree.
 
-The same tiny model, rows, rewards and completions; AdamW without weight decay (from which the Trainer spares
-norms, and we nothing); a constant learning rate; and gradients longer than the norm to which both cut them.
+Both use the same tiny model, rows, rewards and completions, AdamW without weight decay (because the Trainer
+exempts norms from it, and we do not), a constant learning rate, and gradients that are clipped in every step.
 """
 
 import collections
@@ -33,7 +33,7 @@ def copy_of(model) -> Weights:
 
 
 def run_ours(monkeypatch, tiny, out, rows: list[dict], flags: str) -> tuple[list[Weights], list[Batch], list[dict]]:
-    """The weights before each step and after the last, the batches, and the metrics."""
+    """Returns the weights before each step and after the last one, the batches, and the metrics."""
     weights, batches, forward_backward = [], [], humanline.forward_backward
 
     def watched(policy, batch, *args):
@@ -72,8 +72,8 @@ def distance(ours: Weights, theirs: Weights) -> float:
 
 
 def check_same(ours: list[Weights], metrics: list[dict], trainer) -> list[dict]:
-    """Weights equal to 1e-5 after every step, each of which moves them by far more than that. AdamW and the
-    clip, here of every gradient, hide how long a gradient is: so losses and gradient norms are compared, too.
+    """Check that weights agree to 1e-5 after every step, which moves them by far more than that. AdamW and
+    gradient clipping hide the length of a gradient, so losses and gradient norms are compared, too.
 
     Returns the trainer's log.
     """
@@ -105,7 +105,7 @@ LENGTHS = [2, 8, 5, 3]
 
 
 class Dealer:
-    """Gives whoever asks the same completions: of each prompt one after the other."""
+    """Returns the same completions to both trainers, one after another for each prompt."""
 
     def __init__(self, end: int):
         self.end, self.given = end, collections.Counter()
@@ -134,13 +134,13 @@ OURS_AND_TRLS = {
 
 @pytest.mark.parametrize("every, flags, more", OURS_AND_TRLS.values(), ids=OURS_AND_TRLS)
 def test_grpo_with_kl_steps_to_trls_weights(monkeypatch, tiny, tmp_path, varied, every, flags, more):
-    """The ratio is to the policy that drew, the KL to the initial policy.
+    """The ratio is to the old policy, the KL to the initial policy.
 
-    Where the conventions differ: TRL multiplies the KL by the ratio; here it is told not to. TRL divides
-    rewards by the sample's standard deviation + 1e-4, we by the population's + 0.01; here neither divides.
-    TRL's `dapo` divides by the mean token count of a drawing's steps, we by each step's own; here all groups
-    have the same lengths. TRL shuffles a drawing over its steps, we keep each step's prompts; here TRL does
-    so, too.
+    The conventions differ as follows. TRL multiplies the KL by the ratio, which is turned off here. TRL
+    divides rewards by the sample standard deviation + 1e-4, we by the population standard deviation + 0.01;
+    here, neither divides. TRL's `dapo` divides by the mean token count of all steps of a generation batch, we
+    by that of the step; here, all groups have the same lengths. TRL shuffles a generation batch over its
+    steps, we keep the prompts of each step; here, TRL does so, too.
     """
     reward = runpy.run_path(varied.removesuffix(":varied"))["varied"]
     rows = rows_of("prompts", PROMPTS * STEPS)
@@ -185,8 +185,9 @@ def test_dpo_steps_to_trls_weights(monkeypatch, tiny, tmp_path):
 
 @pytest.mark.parametrize("desirable, undesirable", [(1.0, 1.0), (1.5, 0.7)])
 def test_kto_steps_to_trls_weights(monkeypatch, tiny, tmp_path, desirable, undesirable):
-    """TRL takes z₀ from each prompt with the completion before its own in the batch, we with the one after it, so TRL
-    is given every batch backwards. Its weights are 1 unless set, ours balance the two kinds; here both are set."""
+    """For z₀, TRL combines each prompt with the preceding completion in the batch, we with the following one,
+    so TRL gets every batch in reverse order. TRL's default weights are 1, ours balance both labels; here,
+    both are set."""
     rows, count = rows_of("labels", 12), 6
     ours, batches, metrics = run_ours(
         monkeypatch, tiny, tmp_path, rows, f"--loss kto --batch-size {count} --steps 2 --desirable-weight {desirable} "

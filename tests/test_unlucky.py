@@ -1,4 +1,4 @@
-"""Bad luck and bad input that once went through in silence, or ended in a traceback."""
+"""Bad luck and bad input that used to be ignored silently or end in a traceback."""
 
 import json
 import os
