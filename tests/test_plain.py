@@ -57,12 +57,12 @@ for loss in LOSSES:
     CASES[f"{loss}, perception alone, online"] = dict(loss=loss, sync_k=0, sample_every=2)
     CASES[f"{loss}, T 0.7"] = dict(loss=loss, temperature=0.7, sample_every=4, sync_k=3)
     CASES[f"{loss}, sampling"] = dict(loss=loss, perception="sample", sync_k=2)
-    CASES[f"{loss}, sampling, online"] = dict(loss=loss, perception="sample", sync_k=1, sample_every=2)
+    CASES[f"{loss}, sampling, online"] = dict(loss=loss, perception="sample", reward="coin", sync_k=1, sample_every=2)
     CASES[f"{loss}, groups without difference"] = dict(loss=loss, reward="coin", sync_k=1, sample_every=2)
 CASES |= {
     "grpo, KL": dict(loss="grpo", kl_beta=0.3, sync_k=2),
     "grpo, KL, taper": dict(loss="grpo", kl_beta=0.3, sync_k=3, sample_every=4, taper=True),
-    "grpo, KL, plain, online": dict(loss="grpo", kl_beta=0.3, humanline=False, sample_every=2),
+    "grpo, KL, plain, online": dict(loss="grpo", kl_beta=0.3, reward="coin", humanline=False, sample_every=2),
     "kto, a clip that raises z0": dict(loss="kto", sync_k=3, log_eps_p=-0.02, log_eps_r=1.0),
     "grpo, six steps": dict(loss="grpo", steps=6, sample_every=2, sync_k=3, taper=True),
     "kto, six steps": dict(loss="kto", steps=6, sample_every=2, sync_k=3, undesirable_weight=0.6),
