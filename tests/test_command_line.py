@@ -132,7 +132,7 @@ BAD_FLAGS = [
     ("--sync-k 1.5", r"--sync-k.*1\.5"),
     ("--sinc-k 3", r"--sinc-k, 3; did you mean --sync-k\?; see --help$"),  # without that flag's own help
     ("--loss ppo", r"--loss ppo: did you mean 'dpo'\?"),
-    ("--loss sft", r"--loss sft: choose one of dpo, grpo, kto"),
+    ("--loss sft", r"--loss sft: choose one of dpo, .*grpo.*, kto"),
     ("--kl-beta 0.1 --loss dpo", r"--loss dpo does not use --kl-beta; omit it"),
     ("--lr", r"--lr"),
     ("--lr fast", r"--lr: could not convert string to float: 'fast'; see --help$"),

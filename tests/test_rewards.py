@@ -200,7 +200,7 @@ def test_no_mathematics_is_done_in_the_process_of_the_trainer(math_score):
 def test_a_row_without_an_answer_fails_and_is_not_wrong(math_score, capsys):
     rows = [{"answer": "8"}, {"solution": "none"}, {"solution": "\\boxed{}"}, {"answer": ["7", "8"]}]
     assert math_score([PROMPT] * 4, ["8"] * 4, rows) == [1.0, None, 0.0, 1.0]
-    assert "the row has no answer" in warnings(capsys)[0]
+    assert "the row has neither an answer nor a solution" in warnings(capsys)[0]
 
 
 # Functions of the user.
