@@ -451,7 +451,7 @@ def test_a_tracker_gets_every_line_of_the_metrics(run, monkeypatch):
         run("--track absent")
     for functions, lacking in ((dict(log=print), "init"), (dict(init=lambda **given: None), "log")):
         monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(**functions))
-        with pytest.raises(humanline.UserError, match=f"no attribute '{lacking}'; name wandb, or a module"):
+        with pytest.raises(humanline.UserError, match=f"no attribute '{lacking}'; pass wandb, or a module"):
             run("--track mine")
     settings, lines = {}, []
     tracker = SimpleNamespace(init=lambda **given: settings.update(given),
