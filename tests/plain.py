@@ -47,6 +47,7 @@ class Settings:
     steps: int = 64
     batch_size: int = 32  # online it counts prompts, for KTO too
     lr: float = 8e-4
+    warmup: float = 0.1
     weight_decay: float = 0.0
     adam_eps: float = 1e-8
     max_grad_norm: float = 1.0
@@ -93,7 +94,7 @@ def train(policy, tokenizer, rows, draw):
         torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
         if config.sync_k and step % config.sync_k == 0:  # before the update: it lags by one step
             reference = frozen(policy)
-        warmup = math.ceil(0.1 * config.steps)
+        warmup = math.ceil(config.warmup * config.steps)
         optimizer.param_groups[0]["lr"] = config.lr * min(1, step / warmup)
         optimizer.step()
 

@@ -69,6 +69,11 @@ def test_log_probs_are_of_the_temperature_that_drew(tiny):
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 
+def test_offline_the_temperature_changes_nothing(run):
+    """The data's completions were not drawn with it."""
+    assert same_weights(run("--steps 3"), run("--steps 3 --temperature 0.7"))
+
+
 # The knobs.
 
 def test_dr_grpo_has_no_division_by_the_deviation_nor_by_a_sequences_length(tiny):

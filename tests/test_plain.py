@@ -73,13 +73,12 @@ CASES |= {
 
 
 def settings_of(case: dict) -> dict:
-    """The settings of both programs. The clip's bounds are narrow and differ in size, so that both act. AdamW's
-    epsilon is large because its first steps divide a gradient by its own size, which would magnify rounding errors.
-    The gradient's norm is not clipped, because clipping would hide a wrong scale of the loss. β and ε are not the
-    defaults.
+    """The settings of both programs. β, ε and the warmup are not the defaults. The clip's bounds are narrow and differ
+    in size, so that both act. AdamW's epsilon is large because its first steps divide a gradient by its own size,
+    which would magnify rounding errors. The gradient's norm is not clipped: that would hide a wrong scale of the loss.
     """
-    return dict(log_eps_p=-0.3, log_eps_r=0.2, batch_size=8, lr=5e-3, adam_eps=1e-3, max_grad_norm=1e6, steps=STEPS,
-                taper=False, reward="varied", beta=0.3, epsilon=0.15) | case
+    return dict(log_eps_p=-0.3, log_eps_r=0.2, batch_size=8, lr=5e-3, warmup=0.5, adam_eps=1e-3, max_grad_norm=1e6,
+                steps=STEPS, taper=False, reward="varied", beta=0.3, epsilon=0.15) | case
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +252,22 @@ SLOW = [
      "train", "config.max_grad_norm)",
      "math.inf)",
      "grpo, a clipped gradient"),
+    ("the log-ratio is clipped without perception",
+     "perceive", 'if config.perception == "clip":',
+     'if config.perception != "sample":',
+     "grpo, sync alone"),
+    ("weight decay is ignored",
+     "train", "weight_decay=config.weight_decay",
+     "weight_decay=0.0",
+     "dpo, weight decay"),
+    ("the loss is 0.7 of what it should be",
+     "forward_backward", "mean_loss = x.share",
+     "mean_loss = 0.7 * x.share",
+     "grpo, humanline, offline"),
+    ("the weight of undesirable examples is ignored",
+     "set_kto_weights", "sequence.kto_weight = config.undesirable_weight",
+     "sequence.kto_weight = 1.0",
+     "kto, both weights given"),
 ]
 
 
