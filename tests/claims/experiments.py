@@ -205,7 +205,8 @@ def train(run: Run, home: Path) -> dict:
             if any(mean is not None for mean in means):
                 outcome[name] = means
         if run.k:  # the drift of the last step before each sync: how far a sync moves the reference
-            ends = [line | dict(moved=line["drift"]) for line in lines if line["step"] % run.k == 0]
+            ends = [line | dict(moved=line["drift"]) for line in lines
+                    if line["step"] % run.k == 0 and "drift" in line]  # without a difference there is none
             outcome["moved"] = [mean_between(ends, "moved", *between) for between in zip(steps, steps[1:])]
     return outcome
 
