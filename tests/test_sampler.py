@@ -355,7 +355,7 @@ def test_a_sampler_that_returns_no_function_is_one_line(run, tmp_path):
 def test_vllm_that_is_not_installed_is_asked_for_at_once(run):
     if importlib.util.find_spec("vllm"):
         pytest.skip("vllm is installed")
-    with pytest.raises(UserError, match="--sampler configs/external.py:vllm: .*'vllm'; HUMANLINE_SAMPLER_COMMAND starts"):
+    with pytest.raises(UserError, match="--sampler configs/external.py:vllm: .*'vllm'; set HUMANLINE_SAMPLER_COMMAND"):
         run("--sampler configs/external.py:vllm --sample-every 2")
 
 

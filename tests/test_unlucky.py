@@ -73,7 +73,7 @@ PAIR = dict(chosen="a", rejected="b")
 @pytest.mark.parametrize("loss, rows, flags, words", [
     ("kto", dict(completion="a", label=True), "", "all examples are desirable, or all undesirable"),
     ("dpo", PAIR, "--steps 42 --lr 1e-6", "42 steps of 1 pass over the data 10 times"),
-    ("dpo", PAIR, "--dtype bfloat16 --lr 1e-5", "at --lr 1e-05 most updates are too small for bf16 step"),
+    ("dpo", PAIR, "--dtype bfloat16 --lr 1e-5", "at --lr 1e-05 most updates are too small for bf16 weights"),
     ("dpo", PAIR, "--dtype bfloat16", ""),
 ])
 def test_what_is_hardly_meant_costs_one_warning(tiny, tmp_path, capsys, loss, rows, flags, words):
