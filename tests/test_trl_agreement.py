@@ -33,18 +33,27 @@ def copy_of(model) -> Weights:
 
 
 def run_ours(monkeypatch, tiny, out, rows: list[dict], flags: str) -> tuple[list[Weights], list[Batch], list[dict]]:
-    """Returns the weights before each step and after the last one, the batches, and the metrics."""
-    weights, batches, forward_backward = [], [], humanline.forward_backward
+    """Returns the weights before each step and after the last one, the batches, whose sequences know their row,
+    and the metrics."""
+    weights, batches, row_of_prompt = [], [], {}
+    forward_backward, make_units = humanline.forward_backward, humanline.make_units
+
+    def noted(groups, config):
+        row_of_prompt.update({tuple(group.prompt): group.row for group in groups})
+        make_units(groups, config)
 
     def watched(policy, batch, *args):
         weights.append(copy_of(policy))
         batches.append(batch)
+        for sequence in batch.sequences:
+            sequence.row = row_of_prompt[tuple(sequence.prompt)]
         return forward_backward(policy, batch, *args)
 
     common = (f"--model {tiny} --data {write_jsonl(out / 'rows.jsonl', rows)} --no-humanline --warmup 0 --lr {LR} "
               f"--adam-eps {EPS} --max-grad-norm {NORM} --out {out / 'run'}")
     with monkeypatch.context() as patch:
         patch.setattr(humanline, "forward_backward", watched)
+        patch.setattr(humanline, "make_units", noted)
         run = humanline.train(humanline.parse_config([*common.split(), *flags.split()]))
     return [*weights, copy_of(run.policy)], batches, humanline.read_lines(out / "run" / "metrics.jsonl")
 
