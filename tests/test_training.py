@@ -125,7 +125,8 @@ def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
     assert order == ["sync", "backward", "clip", "step", "backward", "clip", "sync", "step"]
 
 
-def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch):
+@pytest.mark.parametrize("flags", ["--sync-k 2", "--sync-k 2 --sample-every 3"])
+def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch, flags):
     computed, sequence_logps = [], humanline.sequence_logps
 
     def note(policy, sequences, config):
@@ -133,7 +134,7 @@ def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch):
         return sequence_logps(policy, sequences, config)
 
     monkeypatch.setattr(humanline, "sequence_logps", note)
-    run("--sync-k 2")
+    run(flags)
     assert len(computed) == len(set(map(id, computed))) > 0
 
 
