@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import math
 import re
+from statistics import fmean
 
 import pytest
 import torch
@@ -108,6 +110,20 @@ def test_the_policys_log_probs_are_reported_of_all_and_of_wanted_completions(tin
     for name, sequences in (("logp", computed), ("logp_wanted", wanted)):
         mean = torch.cat(logps_of(policy, sequences)).mean().item()
         assert report[name] == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_the_margin_is_of_implicit_rewards_and_ess_of_the_samplers_importance_weights(tiny, loss):
+    policy, _, config = policy_of(tiny, loss=loss, beta=0.3, log_eps_p=-0.5, log_eps_r=0.8)
+    batch = random_batch(loss)
+    rewards, weights = {True: [], False: []}, []
+    for i, (sequence, logps) in enumerate(zip(batch.sequences, logps_of(policy, batch.sequences))):
+        rewards[sequence.is_chosen].append(0.3 * (logps - sequence.ref_logps).clamp(-0.5, 0.8).sum().item())
+        weights.append(1 / (1 + i * i))  # its probability divided by the sampler's
+        sequence.sampler_logps = logps - math.log(weights[-1]) / len(logps)
+    report = humanline.forward_backward(policy, batch, config)
+    assert report["reward_margin"] == pytest.approx(fmean(rewards[True]) - fmean(rewards[False]), rel=1e-4)
+    assert report["ess"] == pytest.approx(fmean(weights) ** 2 / fmean(weight**2 for weight in weights), rel=1e-4)
 
 
 def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
