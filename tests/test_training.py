@@ -1,6 +1,5 @@
 """The loop: the order of a step, the reference, global means, and that a run repeats itself."""
 
-import dataclasses
 import itertools
 import math
 import re
