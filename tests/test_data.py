@@ -238,6 +238,13 @@ def test_every_epoch_sees_every_unit_once_in_an_order_of_its_own():
     assert rows_in_order(seed=1) != rows
 
 
+def test_another_prompts_completion_is_cut_where_it_would_not_fit_behind_a_long_prompt():
+    groups = [Group(i, [i] * length, [[9] * 5], [i % 2], labelled=True) for i, length in enumerate((1, 4, 6))]
+    batches = Batches(Config(loss="kto", batch_size=3, steps=1), groups, 8)
+    lengths = {len(sequence.prompt): len(sequence.completion) for sequence in batches.next(1).mismatched}
+    assert lengths == {1: 5, 4: 4, 6: 2}
+
+
 def test_a_completion_without_a_label_is_a_prompt_to_draw_from():
     row = read(dict(prompt="a", output="b", label=None), sample_every=1)
     assert (row.prompt, row.completions, row.fields["output"]) == ([USER("a")], [], "b")

@@ -1,8 +1,9 @@
 """The loop: the order of a step, the reference, global means, and that a run repeats itself."""
 
-import dataclasses
 import itertools
+import math
 import re
+from statistics import fmean
 
 import pytest
 import torch
@@ -110,6 +111,20 @@ def test_the_policys_log_probs_are_reported_of_all_and_of_wanted_completions(tin
         assert report[name] == pytest.approx(mean, rel=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_the_margin_is_of_implicit_rewards_and_ess_of_the_samplers_importance_weights(tiny, loss):
+    policy, _, config = policy_of(tiny, loss=loss, beta=0.3, log_eps_p=-0.5, log_eps_r=0.8)
+    batch = random_batch(loss)
+    rewards, weights = {True: [], False: []}, []
+    for i, (sequence, logps) in enumerate(zip(batch.sequences, logps_of(policy, batch.sequences))):
+        rewards[sequence.is_chosen].append(0.3 * (logps - sequence.ref_logps).clamp(-0.5, 0.8).sum().item())
+        weights.append(1 / (1 + i * i))  # its probability divided by the sampler's
+        sequence.sampler_logps = logps - math.log(weights[-1]) / len(logps)
+    report = humanline.forward_backward(policy, batch, config)
+    assert report["reward_margin"] == pytest.approx(fmean(rewards[True]) - fmean(rewards[False]), rel=1e-4)
+    assert report["ess"] == pytest.approx(fmean(weights) ** 2 / fmean(weight**2 for weight in weights), rel=1e-4)
+
+
 def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
     order = []
 
@@ -125,7 +140,8 @@ def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
     assert order == ["sync", "backward", "clip", "step", "backward", "clip", "sync", "step"]
 
 
-def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch):
+@pytest.mark.parametrize("flags", ["--sync-k 2", "--sync-k 2 --sample-every 3"])
+def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch, flags):
     computed, sequence_logps = [], humanline.sequence_logps
 
     def note(policy, sequences, config):
@@ -133,7 +149,7 @@ def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch):
         return sequence_logps(policy, sequences, config)
 
     monkeypatch.setattr(humanline, "sequence_logps", note)
-    run("--sync-k 2")
+    run(flags)
     assert len(computed) == len(set(map(id, computed))) > 0
 
 
