@@ -138,8 +138,8 @@ class Config:
     perception: Literal["clip", "sample", "none"] = "clip"  # What is done to log-ratios before the loss.
     log_eps_p: float = -1.5  # Lower bound of the clip, in nats.
     log_eps_r: float = 1.5  # Upper bound of the clip, in nats.
-    gamma_p: float = 0.5  # Perception `sample`: tokens grown unlikely, Beta(gamma_p, beta_p).
-    gamma_r: float = 0.01  # Perception `sample`: tokens grown likely, Beta(gamma_r, beta_r).
+    gamma_p: float = 0.5  # Perception `sample` rejects unlikely tokens with B_P ~ Beta(gamma_p, beta_p).
+    gamma_r: float = 0.01  # Perception `sample` rejects likely tokens with B_R ~ Beta(gamma_r, beta_r).
     beta_p: float = 1.0  # See --gamma-p.
     beta_r: float = 1.0  # See --gamma-r.
 
@@ -170,7 +170,7 @@ class Config:
     """0: train on the completions in the data (offline). N: draw new completions every N steps and train
     on them for N steps (1: online)."""
     group_size: int = 8  # Completions drawn per prompt.
-    temperature: float = 1.0  # Sampling temperature; log-probs of rollouts are computed at the same.
+    temperature: float = 1.0  # Sampling temperature. Log-probs of rollouts are computed at it, too.
     top_p: float = 1.0  # Nucleus sampling.
     max_new_tokens: int = 512  # Maximum length of a sampled completion.
     sample_tokens: int = 65536
@@ -390,7 +390,7 @@ def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor
     return loss
 
 def token_kl(log_ratio: Tensor) -> Tensor:
-    """exp(-d) + d - 1 >= 0, an unbiased estimate of KL(π_θ || π_ref) in nats (Schulman 2020, k3)."""
+    """exp(-d) + d - 1 >= 0, whose mean over samples of π_θ is KL(π_θ || π_ref), in nats (Schulman 2020)."""
     return torch.expm1(-log_ratio) + log_ratio
 
 def taper_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: Tensor, is_worse: Tensor,
@@ -1176,8 +1176,8 @@ def load_weights(config: Config, device: torch.device) -> Module:
         trust_remote_code=config.trust_remote_code)
     foreign = ", ".join(sorted(info["unexpected_keys"])[:3])
     missing = ", ".join(sorted(info["missing_keys"])[:3])
-    require(not foreign, f"--model {name}: its files hold {foreign}, which it lacks; fix its config.json")
-    require(not missing, f"--model {name}: its files lack {missing}, which would be random; repair it")
+    require(not foreign, f"--model {name}: its config.json has no place for {foreign}; fix it")
+    require(not missing, f"--model {name}: its files lack {missing}, which would be random; add them")
     if has_adapters:
         policy = PeftModel.from_pretrained(policy, config.model).merge_and_unload()
         policy.requires_grad_(True)
@@ -1688,7 +1688,7 @@ class Sampler:
 
     def __init__(self, policy: Module, tokenizer: Any, config: Config):
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
-        with explained(f"--model {config.model}: its chat template fails", "replace it in its folder"):
+        with explained(f"--model {config.model}: its chat template fails", "fix its chat_template.jinja"):
             self.stops = stop_ids(policy, tokenizer)
         self.longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
         self.vocabulary = set(range(len(policy.get_input_embeddings().weight)))

@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -291,3 +292,15 @@ def test_metrics_are_read_under_the_names_of_today(tmp_path):
     write_jsonl(tmp_path / "runs.jsonl", [line])
     [outcome] = experiments.read_results(tmp_path / "runs.jsonl").values()
     assert outcome["clip_fraction_low"] == [0.1] and outcome["clamped_low"] == [0.2] and "clip_low" not in outcome
+
+
+def test_the_figures_of_the_readme_are_those_of_the_pages(everything):
+    plain = lambda text: re.sub(r"[ %+]", "", text.replace("\N{MINUS SIGN}", "-"))
+    readme = plain((ROOT / "README.md").read_text(encoding="utf-8"))
+    pages = plain("".join((CLAIMS / name).read_text(encoding="utf-8") for name in ("two-digits.md", "real.md")))
+    figures = re.findall(r"-?0\.\d{3}±0\.\d{3}|-?\d+\[-?\d+,-?\d+\]", readme)
+    assert len(figures) >= 8
+    assert [figure for figure in figures if figure not in pages] == []
+    [tuned] = [tuned for tuned in everything.tasks if tuned.task.name == "two-digits"]
+    often = [tuned.known[run] for run in tuned.known if run.form == "humanline" and 1 <= run.k <= 8]
+    assert all(reproduce.collapsed([outcome], "validation")[1] for outcome in often) and len(often) == 30

@@ -59,7 +59,7 @@ def test_every_commit_that_the_texts_name_exists(path):
 
 
 def test_the_readme_can_be_read_in_five_minutes():
-    assert len(re.findall(r"\S*\w\S*", README)) <= 1500
+    assert len(README.split()) <= 1500
     without_tables = "\n".join(line for line in README.splitlines() if not line.startswith("|"))
     assert len(re.findall(r"\d+(?:[.,]\d+)*", prose(without_tables))) <= 60
     assert [line for line in without_tables.splitlines() if len(line) > 100] == []

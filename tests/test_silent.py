@@ -110,7 +110,7 @@ def test_a_batch_that_would_be_another_is_one_line(tiny, data_files, tmp_path, c
 # Models.
 
 @pytest.mark.parametrize("spoil, expected", [
-    ("layers", "its files hold model.layers.1."), ("more", "its files hold model.extra"),
+    ("layers", "its config.json has no place for model.layers.1."), ("more", "its config.json has no place for model.extra"),
     ("fewer", "its files lack model.norm.weight"), ("nan", "its logits or its weights contain NaN or infinity")])
 def test_weights_that_do_not_fit_are_one_line(tiny, data_files, tmp_path, capsys, spoil, expected):
     model = tmp_path / "model"
