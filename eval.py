@@ -430,7 +430,7 @@ def completions_of(sampler: Sampler, group: Group) -> list[dict]:
     texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
     rewards = group.rewards if sampler.reward else [None] * len(texts)
     return [
-        dict(completion=text, reward=reward, tokens=len(ids), truncated=ids[-1] not in sampler.stops)
+        dict(completion=text, reward=reward, tokens=len(ids), truncated=ids[-1] not in sampler.stop_ids)
         for text, ids, reward in zip(texts, group.completions, rewards)
     ]
 
@@ -720,11 +720,11 @@ class Speaker:
         ):
             [[ids]] = humanline.encode_dialogues(sampler.tokenizer, [Row("chat", prompt, {})])
         print(f"\n{self.name}> ", end="", flush=True)
-        room = sampler.longest - len(ids)
+        room = sampler.max_positions - len(ids)
         if room < 1:
             self.dialogue = []
             print(
-                f"[the dialogue exceeds the model's {sampler.longest} positions: starting a new one; "
+                f"[the dialogue exceeds the model's {sampler.max_positions} positions: starting a new one; "
                 "repeat the message, or shorten it]"
             )
             return
@@ -734,9 +734,9 @@ class Speaker:
         self.answer_text = ""
         try:
             ((completion, _),) = humanline.sample(
-                sampler.policy, [ids], sampler.stops, config, seed
+                sampler.policy, [ids], sampler.stop_ids, config, seed
             )
-            is_complete = completion[-1] in sampler.stops
+            is_complete = completion[-1] in sampler.stop_ids
             print("" if is_complete else f" [truncated after {len(completion)} tokens]")
         except KeyboardInterrupt:
             self.streamer.end()
@@ -816,11 +816,7 @@ def compare_rewards(
     """(N,) preferences: 1 if the first text has the higher reward, 0.5 if the rewards are equal, else 0."""
     rewards = []
     for texts in (first, second):
-        values = reward(prompts, texts, fields)
-        rewards.append([reward.config.reward_failed if value is None else value for value in values])
-    require(
-        reward.worked, f"--reward {reward.config.reward} failed on every sample: {reward.failure!r:.200}"
-    )
+        rewards.append(reward(prompts, texts, fields))
     return (1 + np.sign(np.subtract(*rewards))) / 2
 
 def winrate(flags: Winrate) -> None:
@@ -1020,7 +1016,7 @@ def data_quality(flags: DataQuality) -> None:
         longest = max(len(ids) for group in groups for ids in group.completions)
         room = min(config.max_new_tokens, longest)
         model.config = dataclasses.replace(model.config, max_new_tokens=room)
-        prompts = [group for group in groups if len(group.prompt) + room <= model.longest][: flags.own]
+        prompts = [group for group in groups if len(group.prompt) + room <= model.max_positions][: flags.own]
         own_logps = token_logps(model, draw(model, prompts, rows, 1, stream)) if prompts else []
         source = Source(name, groups, logps, own_logps)
         dropped = sum(len(row.completions) for row in rows) - len(source.all_means)

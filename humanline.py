@@ -4,7 +4,7 @@ An implementation of "Humanline: Online Alignment as Perceptual Loss" (arXiv 250
 
   python humanline.py                                      # train the tiny model that ships in configs/demo
   python humanline.py --loss grpo --sync-k 12              # sync the reference every 12 steps
-  python humanline.py --no-humanline --no-taper --prior 0  # the baseline: plain GRPO
+  python humanline.py --no-humanline --no-positive-only    # the baseline: plain GRPO
   python humanline.py --no-humanline --sample-every 1      # online: draw new completions at every step
   python humanline.py --loss dpo                           # pairs: the best and worst sample of each prompt
 
@@ -15,9 +15,8 @@ With your own model and data (the README shows the rows), on one GPU, on eight, 
   python humanline.py --config runs/mine/config.toml --out runs/mine --resume latest
 
 A *humanline variant* of a loss makes two changes: every k steps the reference is set to the current policy
-(**syncing**), and the token log-ratios are clipped before they reach the loss (**perception**). The
-**taper**, which is not in the paper, keeps a run on off-policy data from collapsing. So a run is called
-*plain*, *humanline*, or *humanline with taper*.
+(**syncing**), and the token log-ratios are clipped before they reach the loss (**perception**). A run
+without them is called *plain*.
 
 The file is meant to be read from top to bottom. Configuration, perception, objectives and the loop come
 first: they are the method. What the loop calls follows: the run's folder and logs, models, data, rollouts,
@@ -116,7 +115,6 @@ class Config:
     reward_seconds: float = 10.0
     """Time limit for one call of `math` or of your own function. If a call fails or takes longer, its samples
     are rewarded one at a time under the same limit, until three in a row have timed out."""
-    reward_failed: float = 0.0  # The reward of a sample whose reward function failed.
     system: str | None = None  # System message for prompts that have none.
     prompt_template: str | None = None  # Text around each prompt; {prompt} and other {columns} are filled in.
     template_values: str | None = None
@@ -143,14 +141,13 @@ class Config:
     beta_p: float = 1.0  # See --gamma-p.
     beta_r: float = 1.0  # See --gamma-r.
 
-    # Not in the paper: against collapse on off-policy data (other models' completions, or old rollouts).
-    taper: bool = False
-    """Reduce the gradient of worse completions (rejected, undesirable, or with a negative advantage) as their
-    log-prob falls below the sampler's (the initial policy's, if the sampler is unknown). Without it, each
-    sync allows them to be pushed down further, without limit. In pairs, the chosen one is reduced as well."""
-    prior: float = 0.0
-    """GRPO: compute advantages as if each group had this many extra rollouts with the mean reward of all
-    groups, so that a group with only correct answers still has a gradient."""
+    # Not in the paper: against collapse on off-policy data (other models' completions, or old rollouts),
+    # where each sync allows worse completions to be pushed down further, without limit.
+    positive_only: bool = False
+    """GRPO and KTO: train on better completions alone, those with a positive advantage or desirable, as in
+    RAFT++ (Xiong et al. 2025)."""
+    rpo_alpha: float = 0.0
+    """DPO: add this times the chosen completion's mean negative log-prob per token (RPO, Pang et al. 2024)."""
 
     # Settings of the objectives.
     beta: float = 0.1  # DPO and KTO: strength of the pull towards the reference.
@@ -227,6 +224,8 @@ class Config:
             self.lr = 1e-5 if self.lora else 1e-6
         if self.batch_size is None:
             self.batch_size = loss.batch_size
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon
         self.out = self.out and os.path.expanduser(self.out)
         check_config(self)
         # Online, a plain loss compares the policy with the old policy; only its KL is to the reference.
@@ -240,7 +239,7 @@ class Config:
         self.shares_prompts = False  # whether a row of the forward pass may hold several completions
 
 RANGES = {  # smallest and largest value of settings
-    (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high prior lora",
+    (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high rpo_alpha lora",
     (1, 1e12): "max_new_tokens sample_tokens steps max_length max_prompt_length microbatch_tokens keep "
                "batch_size group_size eval_prompts eval_samples limit lora_alpha",
     (1e-12, 1e12): "gamma_p gamma_r beta_p beta_r beta desirable_weight undesirable_weight epsilon lr "
@@ -248,7 +247,6 @@ RANGES = {  # smallest and largest value of settings
     (1e-3, 1e3): "temperature",
     (0, 1): "warmup",
     (1e-9, 1): "top_p",
-    (-1e12, 1e12): "reward_failed",
 }
 
 # ---------- Perception --------------------------------------------------------------------------------------
@@ -268,11 +266,25 @@ def humanline_clip(log_ratio: Tensor, log_eps_p: float = -1.5, log_eps_r: float 
 def humanline_verdicts(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamma_r: float = 0.01,
                        beta_p: float = 1.0, beta_r: float = 1.0,
                        generator: torch.Generator | None = None) -> Tensor:
-    """The decision of humanline sampling for each token (Definition 4.2): -1 rejects it as too unlikely, 1
-    rejects it as too likely, 0 keeps it. Returns (N, T) int8; see `humanline_sample`."""
+    """Humanline sampling (Definition 4.2): a token is kept if a person's perception would have produced it.
+
+    Draw B_P ~ Beta(γ_P, β_P) and B_R ~ Beta(γ_R, β_R) for each token, and reject it if exp(d) < M_P B_P or
+    exp(-d) < M_R B_R, where M_P and M_R are the largest exp(d) and exp(-d) among the batch's completion
+    tokens. A rejected token keeps its value but passes no gradient:
+
+        perceived = torch.where(verdicts != 0, log_ratio.detach(), log_ratio)
+
+    As the Betas concentrate on their means m_P and m_R, the gradient becomes that of clipping to
+    [log(M_P m_P), -log(M_R m_R)] (Theorem 4.3).
+
+    Args:
+        log_ratio: (N, T) token log-ratios d, in nats.
+        mask: (N, T), true or 1 at completion tokens.
+        generator: random number generator; None uses torch's global one.
+
+    Returns (N, T) int8: -1 rejects a token as too unlikely, 1 rejects it as too likely, 0 keeps it.
+    """
     verdicts = torch.zeros_like(mask, dtype=torch.int8)
-    if not mask.any():
-        return verdicts
     d = log_ratio.detach().double()
 
     def draw_log_beta(gamma: float, beta: float) -> Tensor:
@@ -289,25 +301,6 @@ def humanline_verdicts(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, ga
     verdicts[is_likely] = 1
     verdicts[is_unlikely] = -1
     return verdicts * mask.bool()
-
-def humanline_sample(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamma_r: float = 0.01,
-                     beta_p: float = 1.0, beta_r: float = 1.0,
-                     generator: torch.Generator | None = None) -> Tensor:
-    """Humanline sampling (Definition 4.2): a token is kept if a person's perception would have produced it.
-
-    Draw B_P ~ Beta(γ_P, β_P) and B_R ~ Beta(γ_R, β_R) for each token, and reject it if exp(d) < M_P B_P or
-    exp(-d) < M_R B_R, where M_P and M_R are the largest exp(d) and exp(-d) among the batch's completion
-    tokens. A rejected token keeps its value but passes no gradient. As the Betas concentrate on their means
-    m_P and m_R, the gradient becomes that of clipping to [log(M_P m_P), -log(M_R m_R)] (Theorem 4.3). To use
-    it elsewhere, copy `humanline_verdicts` as well.
-
-    Args:
-        log_ratio: (N, T) token log-ratios, in nats; they are returned with the same values.
-        mask: (N, T), true or 1 at completion tokens.
-        generator: random number generator; None uses torch's global one.
-    """
-    verdicts = humanline_verdicts(log_ratio, mask, gamma_p, gamma_r, beta_p, beta_r, generator)
-    return torch.where(verdicts != 0, log_ratio.detach(), log_ratio)
 
 # ---------- Objectives --------------------------------------------------------------------------------------
 # From perceived log-ratios to losses. Nothing is averaged here: the loop divides by global counts.
@@ -340,29 +333,25 @@ def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: flo
     loss = torch.sigmoid(torch.where(is_desirable, -gain, gain))
     return torch.where(is_desirable, desirable_weight * loss, undesirable_weight * loss)
 
-def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scale: bool = True,
-                     prior: float = 0.0, prior_mean: float = 0.0) -> Tensor:
+def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scale: bool = True) -> Tensor:
     """A_i = (r_i - mean) / (std + eps) within each group, population standard deviation (Shao et al. 2024).
-    Returns (N,) advantages; without a prior they are 0 in a group whose rewards are all equal.
+    Returns (N,) advantages, which are 0 in a group whose rewards are all equal.
 
     Args:
         rewards: (N,) floats.
         group_ids: (N,) integers; equal ids form a group, in any order.
         scale: False omits the division (Dr. GRPO, Liu et al. 2025).
-        prior, prior_mean: mean and std include `prior` additional rollouts whose reward is prior_mean.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 7.0, 7.0]), torch.tensor([3, 3, 5, 5]))
     tensor([ 0.9804, -0.9804,  0.0000,  0.0000])
     """
     _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
-    counts = counts + prior
     zeros = rewards.new_zeros(len(counts))
-    means = (zeros.index_add(0, index, rewards) + prior * prior_mean) / counts
+    means = zeros.index_add(0, index, rewards) / counts
     centred = rewards - means[index]
     if not scale:
         return centred
-    squares = zeros.index_add(0, index, centred**2) + prior * (prior_mean - means) ** 2
-    std = (squares / counts).sqrt()
+    std = (zeros.index_add(0, index, centred**2) / counts).sqrt()
     return centred / (std[index] + eps)
 
 def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor, epsilon: float = 0.2,
@@ -393,40 +382,6 @@ def token_kl(log_ratio: Tensor) -> Tensor:
     """exp(-d) + d - 1 >= 0, whose mean over samples of π_θ is KL(π_θ || π_ref), in nats (Schulman 2020)."""
     return torch.expm1(-log_ratio) + log_ratio
 
-def taper_weight(log_ratio_to_sampler: Tensor, sampler_logps: Tensor, mask: Tensor, is_worse: Tensor,
-                 mean_surprisal: float, in_pairs: bool = False) -> Tensor:
-    """max(0, 1 - rise / budget) for each worse completion and 1 for the others. Not in the paper. The weight
-    scales the gradient of the log-ratio before it reaches the loss.
-
-    rise is how much more surprising the completion is to the policy than to its sampler μ: Σ_t (log μ -
-    log π_θ). budget is its surprisal under μ, -Σ_t log μ, or that of an average completion of the same length
-    if that is less, but at least 1 nat. So a completion stops being pushed down once it is twice as
-    surprising to the policy as to its sampler: an online run would hardly draw it any more. TOPR's weight,
-    min(1, π_θ / μ) (Le Roux et al. 2025), vanishes after a few nats, however long the completion is.
-
-    In a pair, as the weight w of the rejected completion falls, that of the chosen one becomes
-    w + (1 - w) / budget: trained on alone, it would pull the policy towards one text, which helps only if no
-    other answer is right (1 nat). Returns (N, 1) weights from 0 to 1.
-
-    Args:
-        log_ratio_to_sampler: (N, T) log π_θ - log μ, in nats, zero at masked positions. It is detached.
-        sampler_logps: (N, T) log μ, zero at masked positions.
-        mask: (N, T) booleans, True at completion tokens.
-        is_worse: (N,) booleans: rejected, undesirable, or with a negative advantage.
-        mean_surprisal: mean of -log μ over the tokens of the batch, in nats: an estimate of the entropy of μ.
-        in_pairs: whether rows alternate between chosen and rejected.
-    """
-    rise = -log_ratio_to_sampler.detach().sum(-1, keepdim=True)
-    surprisal = -sampler_logps.sum(-1, keepdim=True)
-    average = mean_surprisal * mask.sum(-1, keepdim=True)
-    budget = torch.minimum(surprisal, average).clamp(min=1)
-    weight = (1 - rise / budget).clamp(0, 1)
-    weight = torch.where(is_worse[:, None], weight, torch.ones_like(weight))
-    if in_pairs:
-        rejected = weight[1::2]
-        weight[0::2] = rejected + (1 - rejected) / budget[0::2]
-    return weight
-
 # What a loss trains on. Each group is turned into units of sequences; --batch-size counts units.
 
 @dataclass
@@ -438,7 +393,6 @@ class Group:
     completions: list[list[int]]
     rewards: list[float]
     labelled: bool = False  # rewards are labels (1 desirable, 0 undesirable), and are not compared
-    failed: list[bool] = field(default_factory=list)  # whether the reward failed
     logps: list[list[float]] = field(default_factory=list)  # log μ of each token, if known
     sequences: list["Sequence"] = field(default_factory=list)  # made of the completions by `make_units`
     units: list[list["Sequence"]] = field(default_factory=list)  # what the loss makes of the sequences
@@ -477,7 +431,6 @@ class Microbatch:
     sampler_logps: Tensor | None  # (N, T) log μ; None: unknown
     verdicts: Tensor | None  # (N, T) of --perception sample
     step: int  # the optimizer step, from 1
-    mean_surprisal: float = 0.0  # mean of -log μ over the tokens of the batch, if known
     z0: Tensor | None = None  # () the reference point of KTO
     share: float = 1.0  # 0: a copy of another microbatch, computed only to keep pace with other ranks
 
@@ -485,21 +438,19 @@ class Microbatch:
     logps: Tensor | None = None  # (N, T) log π_θ
     d: Tensor | None = None  # (N, T) log π_θ - log π_ref, if needed
     log_ratio: Tensor | None = None  # (N, T) what is perceived: d, or if plain and online log π_θ - log π_old
-    taper: Tensor | None = None  # (N, 1) factor on the gradient of the log-ratio, with --taper
     perceived: Tensor | None = None  # (N, T) d̃
     is_low: Tensor | None = None  # (N, T) booleans: the log-ratio is too low, and passes no gradient
     is_high: Tensor | None = None  # (N, T) booleans: it is too high, and passes no gradient
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """What to log, by name: values and a mask, both (N, T) or (N,). The step logs the mean under the mask, or
-    the maximum if the name ends in `_max`. A loss may add its own."""
+    """What to log, by name: values and a mask, both (N, T) or (N,). The step logs the mean under the mask. A
+    loss may add its own."""
 
 def best_against_worst(group: Group) -> list[list[Sequence]]:
     """DPO: the best and the worst completion form a pair, unless all rewards are equal."""
-    best = group.rewards.index(max(group.rewards))
-    worst = group.rewards.index(min(group.rewards))
-    if group.rewards[best] == group.rewards[worst]:
+    best, worst = max(group.rewards), min(group.rewards)
+    if best == worst:
         return []
-    return [[group.sequences[best], group.sequences[worst]]]
+    return [[group.sequences[group.rewards.index(reward)] for reward in (best, worst)]]
 
 def above_and_below_mean(group: Group) -> list[list[Sequence]]:
     """KTO: each completion is an example, which is desirable if its label says so or its reward is above the
@@ -517,31 +468,34 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
     if balanced == 0:  # all examples are desirable
         balanced = 1.0
     for sequence in sequences:
-        sequence.kto_weight = config.undesirable_weight
+        sequence.kto_weight = 0.0 if config.positive_only else config.undesirable_weight
         if sequence.is_chosen:
             sequence.kto_weight = config.desirable_weight or balanced
 
 def compute_dpo(x: Microbatch, config: Config) -> Tensor:
     log_implicit_rewards(x, config)
-    return dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
+    losses = dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
+    if config.rpo_alpha:
+        nll = -(x.logps.sum(-1) / x.mask.sum(-1))[0::2]  # of the chosen
+        losses = losses + config.rpo_alpha * nll
+    return losses
 
 def compute_kto(x: Microbatch, config: Config) -> Tensor:
     log_implicit_rewards(x, config)
     return kto_loss(x.perceived, x.is_chosen, x.z0, config.beta, x.kto_weights, x.kto_weights)
 
 def log_implicit_rewards(x: Microbatch, config: Config) -> None:
-    """Record β Σ_t d̃_t of chosen and rejected completions; the step logs the difference of their means."""
+    """Log β Σ_t d̃_t, the mean of the chosen or desirable completions and that of the others."""
     reward = config.beta * x.perceived.detach().sum(-1)
     x.metrics["reward_chosen"] = reward, x.is_chosen
     x.metrics["reward_rejected"] = reward, ~x.is_chosen
 
 def compute_grpo(x: Microbatch, config: Config) -> Tensor:
-    epsilon_high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     ratio = x.perceived.detach().exp()
     advantages = x.advantages[:, None]
     x.metrics["clip_fraction_low"] = (ratio < 1 - config.epsilon) & (advantages < 0), x.mask
-    x.metrics["clip_fraction_high"] = (ratio > 1 + epsilon_high) & (advantages > 0), x.mask
-    return grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, epsilon_high)
+    x.metrics["clip_fraction_high"] = (ratio > 1 + config.epsilon_high) & (advantages > 0), x.mask
+    return grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, config.epsilon_high)
 
 @dataclass(frozen=True)
 class Loss:
@@ -566,14 +520,14 @@ LOSSES = {
         compute=compute_grpo,
         make_units=lambda group: [group.sequences],
         unit="group",
-        settings="epsilon epsilon_high scale_rewards kl_beta average prior",
+        settings="epsilon epsilon_high scale_rewards kl_beta average positive_only",
     ),
-    "dpo": Loss(compute=compute_dpo, make_units=best_against_worst, unit="pair", settings="beta"),
+    "dpo": Loss(compute=compute_dpo, make_units=best_against_worst, unit="pair", settings="beta rpo_alpha"),
     "kto": Loss(
         compute=compute_kto,
         make_units=above_and_below_mean,
         unit="example",
-        settings="beta desirable_weight undesirable_weight",
+        settings="beta desirable_weight undesirable_weight positive_only",
         batch_size=64,
         set_weights=set_kto_weights,
         needs_mismatched=True,
@@ -590,7 +544,7 @@ def train(config: Config) -> "Run":
         run.check_rows(rows)
         policy, tokenizer = load_policy(config, run.device)
         sampler = Sampler(policy, tokenizer, config)
-        batches = Batches(config, encode_rows(rows, sampler), sampler.longest)
+        batches = Batches(config, encode_rows(rows, sampler), sampler.max_positions)
         optimizer = torch.optim.AdamW(trained(policy).values(), config.lr, eps=config.adam_eps,
                                       weight_decay=config.weight_decay, fused=True)
         reference = Reference(policy, batches, config)
@@ -665,10 +619,6 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
             x.logps = log_probs(policy, x.packed, config.logits_temperature)
         take_log_ratios(x, config)
-        if config.taper:  # not in the paper: scale down the gradient of worse completions
-            x.taper = taper_weight(x.logps - x.sampler_logps, x.sampler_logps, x.mask, ~x.is_chosen,
-                                   x.mean_surprisal, in_pairs=loss.unit == "pair")
-            x.log_ratio = x.taper * x.log_ratio + (1 - x.taper) * x.log_ratio.detach()
         if x.log_ratio is not None:
             x.perceived, x.is_low, x.is_high = perceive(x.log_ratio, x, config)
         losses = loss.compute(x, config)
@@ -680,7 +630,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             add_metrics(totals, x, config)
 
     # Sum over all ranks. Every parameter needs a gradient, even on a rank that had nothing to do.
-    parameters = trained(policy).values()
+    parameters = [p for p in policy.parameters() if p.requires_grad]
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -692,16 +642,14 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
 
 @torch.no_grad()
 def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> None:
-    """Add the metrics of a microbatch to the totals of the step: for each a sum and a count, or a maximum. To
-    add a metric, add a line: its name, its values and their mask, both (N, T) or (N,)."""
+    """Add the metrics of a microbatch to the totals of the step: for each a sum and a count. To add a metric,
+    add a line: its name, its values and their mask, both (N, T) or (N,)."""
     x.metrics |= {
         "logp": (x.logps, x.mask),
         "logp_wanted": (x.logps, x.mask & x.is_chosen[:, None]),
     }
     if x.log_ratio is not None:
         x.metrics |= {
-            "log_ratio": (x.log_ratio, x.mask),
-            "log_ratio_max": (x.log_ratio, x.mask),
             "drift": (x.log_ratio.abs(), x.mask),
             "unclamped": (~(x.is_low | x.is_high), x.mask),
             "clamped_low": (x.is_low, x.mask),
@@ -709,8 +657,6 @@ def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> Non
         }
     if x.d is not None:
         x.metrics["kl"] = token_kl(x.d), x.mask
-    if x.taper is not None:
-        x.metrics["taper_weight"] = x.taper[:, 0], ~x.is_chosen
     if x.sampler_logps is not None:
         to_sampler = x.logps - x.sampler_logps
         importance = to_sampler.sum(-1).double().clamp(-300, 300).exp()
@@ -720,13 +666,8 @@ def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> Non
         if config.draws_outside:
             x.metrics["sampler_gap"] = to_sampler.abs(), x.mask
     for name, (values, where) in x.metrics.items():
-        if name.endswith("_max"):
-            largest = values.masked_fill(~where, -math.inf).max()
-            totals[name] = torch.maximum(totals.get(name, largest), largest)
-        else:
-            total = (values * where).sum().double()
-            count = where.sum().double()
-            totals[name] = totals.get(name, 0) + torch.stack([total, count])
+        total = (values * where).sum().double()
+        totals[name] = totals.get(name, 0) + torch.stack([total, where.sum().double()])
 
 def take_log_ratios(x: Microbatch, config: Config) -> None:
     """Fill in d and the log-ratio that perception works on, as far as the loss needs them."""
@@ -806,10 +747,7 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
     for loss_of_rank, totals_of_rank in gather_from_ranks((float(loss), of_this_rank)):
         report["loss"] += loss_of_rank
         for name, total in totals_of_rank.items():
-            if name.endswith("_max"):
-                report[name] = max(float(total), report.get(name, -math.inf))
-            else:
-                sums[name] = sums.get(name, 0) + total
+            sums[name] = sums.get(name, 0) + total
     for name, (total, count) in sums.items():
         if count:
             report[name] = float(total / count)
@@ -819,10 +757,6 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
         report["completion_length"] = fmean(lengths)
     if "importance" in report:
         report["ess"] = report.pop("importance") ** 2 / report.pop("importance_squared")
-    if {"reward_chosen", "reward_rejected"} & report.keys():
-        report["reward_margin"] = report.pop("reward_chosen", 0.0) - report.pop("reward_rejected", 0.0)
-    if config.draws_outside:
-        report["lag"] = (batch.step - 1) % config.sample_every
     if batch.no_difference is not None:
         report["no_difference"] = batch.no_difference
     if z0 is not None:
@@ -854,8 +788,6 @@ class Run:
                 f"--eval-every {config.eval_every} needs data to measure on; add --eval-data ROWS")
         self.device = join_ranks()
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; use torchrun")
-        require(not config.taper or not config.sample_every or config.top_p == 1,
-                "--taper compares log-probs over the whole vocabulary; online, pass --top-p 1")
         new_name = time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")
         self.out = Path(from_first_rank(lambda: config.out or new_name))
         from_first_rank(lambda: check_folder(self.out, config))
@@ -948,7 +880,7 @@ class Run:
                 lines.append(dict(
                     step=step, row=group.row, prompt_id=f"{step}-{number}", prompt=rows[group.row].prompt,
                     completion=texts[i], reward=group.rewards[i], advantage=advantage,
-                    truncated=ids[-1] not in self.sampler.stops, tokens=ids, logps=group.logps[i],
+                    truncated=ids[-1] not in self.sampler.stop_ids, tokens=ids, logps=group.logps[i],
                     temperature=self.config.temperature, top_p=self.config.top_p))
         if RANK == 0:
             append_lines(self.out / file, lines)
@@ -959,7 +891,6 @@ class Run:
                 answer = best["completion"][:60]
                 tqdm.write(f"step {step} best {best['reward']:6.2f}  {prompt!r} → {answer!r}")
         return {"reward_std": pstdev(line["reward"] for line in lines),
-                "failed": sum(sum(group.failed) for group in rollouts),
                 "truncated": fmean(line["truncated"] for line in lines),
                 "entropy": -fmean(logp for line in lines for logp in line["logps"])}
 
@@ -967,10 +898,9 @@ class Run:
         """Write the report of a step to metrics.jsonl, --track and the progress bar, and print warnings.
         Raises UserError if an external sampler with the same weights gives other log-probs."""
         # With --top-p below 1 they are of the nucleus alone, and larger by up to -log(top_p).
-        is_fp32 = self.policy.dtype == torch.float32 and not self.config.is_mixed
-        limit = SAMPLER_GAP[is_fp32] - math.log(self.config.top_p)
+        limit = SAMPLER_GAP - math.log(self.config.top_p)
         gap = line.get("sampler_gap", 0.0)
-        if line.get("lag") == 0 and gap > limit:
+        if gap > limit and (line["step"] - 1) % self.config.sample_every == 0:
             raise UserError(
                 f"step {line['step']}: --sampler {self.config.sampler} differs from the policy by {gap:.3f} "
                 f"nats a token with the same weights (limit {limit:.3g}); compare dtypes and versions, check "
@@ -996,7 +926,7 @@ class Run:
         if WORLD_SIZE > 1:
             dist.barrier()  # no rank exits while another still writes
 
-SAMPLER_GAP = {True: 0.05, False: 0.1}  # largest difference in nats a token, in fp32 and in bf16
+SAMPLER_GAP = 0.1  # largest mean difference between a --sampler and the policy, in nats per token
 EVALUATION = 500_000  # added to the step to seed the samples of a measurement
 LINES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # each line has a step
 
@@ -1021,8 +951,8 @@ class Watch:
             wanted = fmean(self.wanted)
             self.best = max(self.best, wanted)
         reasons = {
-            "the run may be collapsing: even the better completions have become less likely; try --taper, a "
-            "lower --lr, fewer syncs, or fresher rollouts (--sample-every)":
+            "the run may be collapsing: even the better completions have become less likely; try a lower "
+            "--lr, fewer syncs, fresher rollouts (--sample-every), --positive-only or --rpo-alpha 1":
                 wanted < min(2 * self.best, self.best - 0.3),
             "more than half of the completions were cut off at --max-new-tokens; raise it":
                 line.get("truncated", 0) > 0.5,
@@ -1468,7 +1398,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
     with explained(f"{flag}: the chat template of the model rejects a prompt",
                    "change the prompts, or omit --system"):
         encoded = encode_dialogues(tokenizer, rows)
-    longest = min(sampler.longest, config.max_length or sampler.longest)
+    longest = min(sampler.max_positions, config.max_length or sampler.max_positions)
     longest_prompt = config.max_prompt_length or longest
     groups = []
     foreign = 0
@@ -1480,7 +1410,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
         else:
             foreign += len(row.tokens) > 0
             group.prompt = os.path.commonprefix([prompt, *wholes])
-            stops = sampler.stops
+            stops = sampler.stop_ids
             group.completions = [cut_at_stop([*ids[len(group.prompt):], stops[0]], stops) for ids in wholes]
         texts = (group.prompt, *group.completions)
         require(all(texts) and sampler.vocabulary.issuperset(itertools.chain(*texts)),
@@ -1493,7 +1423,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
         warn(f"{flag}: the tokens of {foreign} rows do not match their texts under this tokenizer; the texts "
              "are used instead, and their sampler counts as unknown")
     limits = (f"a prompt may have {longest_prompt} tokens, and with its completion {longest} (the "
-              f"model has {sampler.longest}); see --max-length, --max-prompt-length and --max-new-tokens")
+              f"model has {sampler.max_positions}); see --max-length, --max-prompt-length and --max-new-tokens")
     require(groups, f"{flag}: no row is short enough: {limits}")
     if len(groups) < len(rows):
         warn(f"{flag}: dropped {len(rows) - len(groups)} rows that are too long: {limits}")
@@ -1571,9 +1501,9 @@ class Batches:
     """The batches of a run, in order. Offline they are a function of the step; online they are made from
     rollouts. `pending` holds batches that were made but not yet trained on."""
 
-    def __init__(self, config: Config, groups: list[Group], longest: int):
+    def __init__(self, config: Config, groups: list[Group], max_positions: int):
         self.config = config
-        self.longest = longest
+        self.max_positions = max_positions
         self.fingerprint = ""  # of the rows and the model; must be the same on resume
         self.loss = LOSSES[config.loss]
         self.pending = deque()
@@ -1613,12 +1543,6 @@ class Batches:
             self.make(step)
         return self.pending.popleft()
 
-    def ahead(self, until: int) -> list[Batch]:
-        """The next batches up to step `until`, as far as they are known yet."""
-        if not self.config.sample_every:
-            self.make(until)
-        return [batch for batch in self.pending if batch.step <= until]
-
     def make(self, until: int, rollouts: list[Group] | None = None) -> None:
         """Make the batches up to step `until`; online, from the rollouts of the prompts `of_steps`."""
         first = self.made_until + 1
@@ -1648,25 +1572,25 @@ class Batches:
         for i, sequence in enumerate(sequences):
             for other in sequences[i + 1 :] + sequences[:i]:
                 if other.prompt != sequence.prompt:
-                    completion = other.completion[: self.longest - len(sequence.prompt)]
+                    completion = other.completion[: self.max_positions - len(sequence.prompt)]
                     mismatched.append(Sequence(sequence.prompt, completion, is_chosen=sequence.is_chosen))
                     break
         return mismatched
 
 def make_units(groups: list[Group], config: Config) -> None:
     """Turn the completions of each group into sequences with advantages, and these into the units of the
-    loss. --prior uses the mean reward of all groups."""
+    loss."""
     loss = LOSSES[config.loss]
-    mean_reward = fmean([fmean(group.rewards) for group in groups])
     # M_P and M_R of --perception sample are maxima over all tokens.
     needs_all = (loss.needs_all or loss.unit != "group" or config.kl_beta > 0
                  or config.perception == "sample")
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
         one_group = torch.zeros(len(rewards), dtype=torch.long)
-        advantages = group_advantages(
-            rewards, one_group, scale=config.scale_rewards, prior=config.prior, prior_mean=mean_reward)
+        advantages = group_advantages(rewards, one_group, scale=config.scale_rewards)
         advantages[advantages.abs() < 1e-9] = 0  # rounding errors
+        if config.positive_only:
+            advantages.clamp_(min=0)
         group.sequences = []
         for i, completion in enumerate(group.completions):
             advantage = float(advantages[i])
@@ -1689,8 +1613,9 @@ class Sampler:
     def __init__(self, policy: Module, tokenizer: Any, config: Config):
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
         with explained(f"--model {config.model}: its chat template fails", "fix its chat_template.jinja"):
-            self.stops = stop_ids(policy, tokenizer)
-        self.longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
+            self.stop_ids = find_stop_ids(policy, tokenizer)
+        text = policy.config.get_text_config()
+        self.max_positions = getattr(text, "max_position_embeddings", None) or 2**31
         self.vocabulary = set(range(len(policy.get_input_embeddings().weight)))
         self.external = None  # a --sampler, used instead of `generate`
         is_asked = config.sample_every or config.eval_data is not None  # loading a reward can take long
@@ -1713,14 +1638,14 @@ class Sampler:
         calls = self.plan_calls(repeated)
         if self.external:
             with explained(f"--sampler {self.config.sampler}", "see the docstring of configs/external.py"):
-                drawn = self.checked(self.external(prompts, size, step, greedy), len(repeated))
+                drawn = self.check_completions(self.external(prompts, size, step, greedy), len(repeated))
         else:
             drawn = self.draw(repeated, calls, step, greedy)
         rewarded = {}
         for places in calls.values():
             texts = self.tokenizer.batch_decode([drawn[i][0] for i in places], skip_special_tokens=True)
             of = [rows[repeated[i].row] for i in places]
-            rewards = [None] * len(places)
+            rewards = [0.0] * len(places)
             if self.reward:
                 rewards = self.reward([row.prompt for row in of], texts, [row.fields for row in of])
             for i, reward in zip(places, rewards):
@@ -1728,23 +1653,18 @@ class Sampler:
         everything = {}
         for part in gather_from_ranks(rewarded):
             everything |= part
-        if self.reward and not any(gather_from_ranks(self.reward.worked)):
-            raise UserError(f"--reward {self.config.reward} failed on every sample of the first rollouts: "
-                            f"{self.reward.failure!r:.200}")
         rollouts = []
         for number, group in enumerate(prompts):
             ids, logps, rewards = map(list, zip(*(everything[number * size + i] for i in range(size))))
-            failed = [reward is None for reward in rewards]
-            rewards = [self.config.reward_failed if reward is None else reward for reward in rewards]
-            rollouts.append(Group(group.row, group.prompt, ids, rewards, failed=failed, logps=logps))
+            rollouts.append(Group(group.row, group.prompt, ids, rewards, logps=logps))
         return rollouts
 
-    def checked(self, drawn: list[Completion], count: int) -> list[Completion]:
+    def check_completions(self, drawn: list[Completion], count: int) -> list[Completion]:
         """Check what a --sampler returned. Raises ValueError unless it is `count` completions, each a list of
         token ids that ends with the first stop token or is --max-new-tokens long, and their log-probs."""
         completions = []
         for ids, logps in drawn:
-            whole = cut_at_stop([*ids, self.stops[0]], self.stops)[: self.config.max_new_tokens]
+            whole = cut_at_stop([*ids, self.stop_ids[0]], self.stop_ids)[: self.config.max_new_tokens]
             is_whole = whole == ids and self.vocabulary.issuperset(ids)
             if is_whole and len(logps) == len(ids) and -math.inf < sum(logps) < 0.01:
                 completions.append((ids, [round(value, 5) for value in logps]))
@@ -1775,7 +1695,7 @@ class Sampler:
             for number, places in bar:
                 ids = [repeated[i].prompt for i in places]
                 seed = seed_for(self.config.seed, "draw", step, number)
-                drawn |= zip(places, sample(self.policy, ids, self.stops, self.config, seed, greedy))
+                drawn |= zip(places, sample(self.policy, ids, self.stop_ids, self.config, seed, greedy))
         return drawn
 
 @contextlib.contextmanager
@@ -1881,7 +1801,7 @@ def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
     """Token ids up to and including the first of `stops`, or all of them."""
     return ids[:next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
 
-def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
+def find_stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     """Token ids that end a completion. The first one is put at the end of offline completions."""
     configured = policy.generation_config.eos_token_id
     first = tokenizer.eos_token_id
@@ -1895,20 +1815,20 @@ def stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     return [first, *sorted(stops - {first})]
 
 # ---------- Rewards -----------------------------------------------------------------------------------------
-# A number for each completion. A failure gives its sample --reward-failed and never stops the run.
+# A number for each completion. A failure gives its sample 0 and does not stop the run.
 
 CONFIGS = Path(__file__).with_name("configs")
 NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # a row needs one of them
 
 class Reward:
     """The reward that --reward names, as a function(prompts, completions, rows) that returns a finite float
-    for each completion, or None where it failed. Prompts are lists of messages (dicts with `role` and
+    for each completion, 0 where it failed. Prompts are lists of messages (dicts with `role` and
     `content`), completions are strings, rows are dicts with all columns. Raises UserError if it cannot be
     loaded."""
 
     def __init__(self, config: Config):
         self.config = config
-        self.worked, self.failure = False, None  # whether it ever returned a number; why it did not
+        self.worked = False  # whether it ever returned a number
         path, _, name = config.reward.rpartition(":")
         if config.reward == "math":
             path, name = str(CONFIGS / "math_reward.py"), "math"
@@ -1921,9 +1841,10 @@ class Reward:
             if path:
                 self.function = FunctionProcess(path, name, config.reward_seconds, settings)
 
-    def __call__(self, *samples: list) -> list[float | None]:
+    def __call__(self, *samples: list) -> list[float]:
         """Reward all samples in one call; if that fails, one at a time. A sample that still fails, or whose
-        reward is not a finite number, gets None. One warning reports how many."""
+        reward is not a finite number, gets 0. One warning reports how many. Raises UserError if no sample
+        ever got a reward."""
         count = len(samples[0])
         try:
             values = self.function(*samples)
@@ -1936,11 +1857,11 @@ class Reward:
         good = [isinstance(value, (int, float)) and abs(value) < 1e100 for value in values]
         reasons += [value for value, is_good in zip(values, good) if not is_good]
         self.worked = self.worked or any(good)
+        require(self.worked, f"--reward {self.config.reward} failed on every sample: {reasons[:1]!r:.200}")
         if reasons:
-            self.failure = reasons[0]
             warn(f"--reward {self.config.reward}: {good.count(False)} of {count} samples failed and count as "
-                 f"{self.config.reward_failed:g}; the first reason: {self.failure!r:.200}")
-        return [float(value) if is_good else None for value, is_good in zip(values, good)]
+                 f"0; the first reason: {reasons[0]!r:.200}")
+        return [float(value) if is_good else 0.0 for value, is_good in zip(values, good)]
 
     def one_by_one(self, *samples: list) -> list:
         """The reward of each sample, or the reason why it failed; stops after three timeouts in a row."""
@@ -1997,8 +1918,6 @@ class FunctionProcess:
                 if "users_file" not in sys.modules:
                     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for training alone
                     threading.Thread(target=end_with_trainer, daemon=True).start()
-                    with contextlib.suppress(OSError):  # out of memory, Linux kills this process first
-                        Path("/proc/self/oom_score_adj").write_text("1000")
                     sys.path.insert(0, os.path.dirname(path))
                     spec = importlib.util.spec_from_file_location("users_file", path)
                     sys.modules["users_file"] = importlib.util.module_from_spec(spec)
@@ -2055,7 +1974,10 @@ class Reference:
             self.until = self.batches.steps
             if self.config.sync_k:
                 self.until = min(self.until, step + self.config.sync_k)
-            attach_logps("ref_logps", self.policy, self.batches.ahead(self.until), self.config)
+            if not self.config.sample_every:
+                self.batches.make(self.until)
+            ahead = [batch for batch in self.batches.pending if batch.step <= self.until]
+            attach_logps("ref_logps", self.policy, ahead, self.config)
         self.weights = None
         if not self.lookahead or self.batches.made_until < self.until:
             self.weights = [part.to("cpu", copy=True) for part in self.parts]
@@ -2067,8 +1989,8 @@ class Reference:
         if self.weights is None or not lacks:
             return
         self.swap_weights()
-        others = [other for other in self.batches.pending if other.step <= self.until]
-        attach_logps("ref_logps", self.policy, [batch, *others], self.config)
+        ahead = [other for other in self.batches.pending if other.step <= self.until]
+        attach_logps("ref_logps", self.policy, [batch, *ahead], self.config)
         self.swap_weights()
         if self.lookahead and self.batches.made_until >= self.until:
             self.weights = None
@@ -2082,9 +2004,9 @@ class Reference:
 
 def score_by_sampler(policy: Module, batches: Batches, config: Config) -> None:
     """Attach log μ to offline sequences. If the sampler is unknown, the initial policy stands in for it."""
-    if (config.taper or LOSSES[config.loss].needs_sampler) and not config.sample_every:
-        used = [sequence for i in sorted(set(batches.order)) for sequence in batches.pool[i][0]]
-        unknown = [sequence for sequence in used if sequence.sampler_logps is None]
+    if LOSSES[config.loss].needs_sampler and not config.sample_every:
+        sequences = itertools.chain(*(unit for unit, _ in batches.pool))
+        unknown = [sequence for sequence in sequences if sequence.sampler_logps is None]
         for sequence, logps in zip(unknown, sequence_logps(policy, unknown, config)):
             sequence.sampler_logps = logps
 
@@ -2126,16 +2048,14 @@ def microbatches(policy: Module, sequences: list[Sequence], config: Config, step
     if not sequences:
         return []
     cuts = cut(sequences, config)
-    known = [sequence.sampler_logps for sequence in sequences if sequence.sampler_logps is not None]
-    mean_surprisal = -float(torch.cat(known).mean()) if known else 0.0
     mine = cuts[RANK]
     surplus = [cuts[0][-1]] * (max(map(len, cuts)) - len(mine)) if config.shard else []
-    made = [make_microbatch(packed, policy.device, step, mean_surprisal, z0) for packed in mine + surplus]
+    made = [make_microbatch(packed, policy.device, step, z0) for packed in mine + surplus]
     for x in made[len(mine) :]:
         x.share = 0.0
     return made
 
-def make_microbatch(packed: list[Packed], device: torch.device, step: int = 0, mean_surprisal: float = 0.0,
+def make_microbatch(packed: list[Packed], device: torch.device, step: int = 0,
                     z0: Tensor | None = None) -> Microbatch:
     """The record of a step before the forward pass. Only here are completions padded."""
     sequences = list(itertools.chain(*packed))
@@ -2148,7 +2068,7 @@ def make_microbatch(packed: list[Packed], device: torch.device, step: int = 0, m
         columns[name] = pad_sequence(parts, batch_first=True).to(device) if is_known else None
     for name, one in (("advantages", "advantage"), ("is_chosen", "is_chosen"), ("kto_weights", "kto_weight")):
         columns[name] = torch.tensor([getattr(sequence, one) for sequence in sequences], device=device)
-    return Microbatch(packed=packed, mask=mask, step=step, mean_surprisal=mean_surprisal, z0=z0, **columns)
+    return Microbatch(packed=packed, mask=mask, step=step, z0=z0, **columns)
 
 def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
     """For each rank a list of microbatches, each a list of rows of the forward pass. All ranks compute the
@@ -2628,7 +2548,7 @@ def warn(message: str) -> None:
         tqdm.write(f"humanline.py: warning: {message}", file=sys.stderr)
 
 def print_anything() -> None:
-    """What a terminal's encoding lacks is printed as a question mark."""
+    """Print what the terminal's encoding lacks as a question mark."""
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -2693,7 +2613,7 @@ def parse_config(argv: list[str]) -> Config:
 
 def does_read(loss: str, setting: str) -> bool:
     """True if a setting has an effect with this loss."""
-    if setting in ("sync_k", "perception", "taper"):
+    if setting in ("sync_k", "perception"):
         return LOSSES[loss].needs_reference
     is_of_some = any(setting in entry.settings.split() for entry in LOSSES.values())
     return not is_of_some or setting in LOSSES[loss].settings.split()
@@ -2794,7 +2714,7 @@ def to_toml(config: Config) -> str:
     return "".join(lines)
 
 def in_words(config: Config) -> str:
-    """The loss and its form, such as "GRPO, humanline with taper"."""
+    """The loss and its form, such as "GRPO, humanline"."""
     if not LOSSES[config.loss].needs_reference:
         return config.loss.upper()
     form = "plain"
@@ -2804,9 +2724,10 @@ def in_words(config: Config) -> str:
         form = "humanline's sync alone"
     elif config.perception != "none":
         form = "humanline's perception alone"
-    added = [name for name in ("taper", "prior") if getattr(config, name)]
-    if added:
-        form += f" with {' and '.join(added)}"
+    if config.positive_only:
+        form += " with better completions alone"
+    if config.rpo_alpha:
+        form += " with RPO"
     return f"{config.loss.upper()}, {form}"
 
 def describe(run: Run, first: int) -> None:
@@ -2833,7 +2754,6 @@ def warn_of_oddities(run: Run) -> None:
     """Warn about settings that work but are probably a mistake."""
     config = run.config
     units = [] if config.sample_every else [unit for unit, _ in run.batches.pool]
-    passes = run.batches.steps * config.batch_size / max(1, len(units))
     kinds = {sequence.is_chosen for unit in units for sequence in unit}
     # Half a bf16 step of a typical weight, 0.02, is 4e-5.
     if config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5:
@@ -2841,8 +2761,6 @@ def warn_of_oddities(run: Run) -> None:
              "lost; use --dtype mixed or --lora")
     if config.loss == "kto" and len(kinds) == 1:
         warn("all examples are desirable, or all undesirable; KTO needs both")
-    if units and passes > 10:
-        warn(f"{run.batches.steps} steps of {config.batch_size} pass over the data {passes:.0f} times")
 
 def last_line(run: Run) -> str:
     """One sentence about the result, and what to type next."""
@@ -2855,10 +2773,10 @@ def last_line(run: Run) -> str:
     if "accuracy_before" in run.latest and "accuracy" in run.latest:
         gained = ("mean reward on --eval-data went from {accuracy_before:.3f} to {accuracy:.3f}, "
                   "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.latest)
-    other = "--no-humanline --no-taper --prior 0" if run.config.humanline else "--humanline"
+    other = "--no-humanline" if run.config.humanline else "--humanline"
     seconds = time.perf_counter() - run.started
     return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in {seconds:.0f} s; the model is in "
-            f"{run.out / 'final'}; compare with: {again} {other}")
+            f"{run.out / 'final'}; compare with the best --lr of: {again} {other}")
 
 if __name__ == "__main__":
     sys.modules["humanline"] = sys.modules["__main__"]  # for --sampler files that import it

@@ -54,8 +54,8 @@ class External:
 
     def __init__(self, run: "humanline.Run", function: str):
         self.policy, self.tokenizer, self.config = run.policy, run.sampler.tokenizer, run.config
-        self.stops = run.sampler.stops
-        self.checked = run.sampler.checked
+        self.stop_ids = run.sampler.stop_ids
+        self.check_completions = run.sampler.check_completions
         self.name = f"--sampler {run.config.sampler}"
         self.log = run.out / "sampler.log"
         key = hashlib.sha256(str(run.out.resolve()).encode()).hexdigest()[:12]  # several runs may share it
@@ -113,7 +113,7 @@ class External:
         settings = {
             "temperature": 0.0 if greedy else self.config.temperature,
             "top_p": 1.0 if greedy else self.config.top_p,
-            "stop_ids": self.stops,
+            "stop_ids": self.stop_ids,
             "max_new_tokens": self.config.max_new_tokens,
             "dtype": dtype,
         }
@@ -128,7 +128,7 @@ class External:
             if lengths != [count] * len(prompts):
                 expected = f"{count} completions for each of {len(prompts)} prompts"
                 raise RuntimeError(f"it returned {answer!r:.80}, not {expected}")
-            return self.checked(list(itertools.chain(*answer)), sum(lengths))
+            return self.check_completions(list(itertools.chain(*answer)), sum(lengths))
 
         def attempt_twice() -> list:
             try:

@@ -91,7 +91,7 @@ GPUS = 24, 80, 141  # GiB
 LIMIT = 0.85  # of a GPU; more is tight
 RESULTS = ROOT / "tests" / "claims" / "results" / "fits.jsonl"
 # The settings that change the memory of a run; see `memory_settings`.
-SETTINGS = ("loss model lora dtype attn checkpoint_activations taper batch_size group_size max_length "
+SETTINGS = ("loss model lora dtype attn checkpoint_activations batch_size group_size max_length "
             "max_prompt_length max_new_tokens microbatch_tokens sample_tokens").split()
 GIB = 2**30
 COLUMNS = "weights gathered gradients moments activations temporaries reward training drawing".split()

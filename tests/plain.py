@@ -1,9 +1,9 @@
-"""The method, written plainly: DPO, KTO and GRPO; plain, humanline, humanline with taper; offline and online.
+"""The method, written plainly: DPO, KTO and GRPO, plain and humanline, offline and online.
 
-  python tests/plain.py                                             # GRPO, humanline with taper, offline
+  python tests/plain.py                                   # GRPO, humanline, offline, on better completions alone
   python tests/plain.py --loss dpo --sync-k 4
-  python tests/plain.py --loss kto --perception none                # the sync alone
-  python tests/plain.py --no-humanline --no-taper --sample-every 1  # plain GRPO, online
+  python tests/plain.py --loss kto --perception none      # the sync alone
+  python tests/plain.py --no-humanline --no-positive-only --sample-every 1  # plain GRPO, online
 
 Start with `train` and `mean_loss`; equations as in arXiv 2509.24207. humanline.py computes the same faster:
 tests/test_plain.py holds it to this, weight for weight. Left out: all that saves memory or time (a policy is
@@ -40,7 +40,8 @@ class Settings:
     perception: str = "clip"  # or sample, or none
     log_eps_p: float = -1.5
     log_eps_r: float = 1.5
-    taper: bool = True
+    positive_only: bool = True  # GRPO and KTO: worse completions count nothing
+    rpo_alpha: float = 1.0  # DPO: weight of the chosen completion's mean -log π_θ
     kl_beta: float = 0.0
     sample_every: int = 0
     temperature: float = 1.0  # offline it stays 1
@@ -112,16 +113,13 @@ def mean_loss(policy, old_policy, reference, batch, step):
     # d_t = log π_θ(y_t | x, y_<t) - log π_ref(y_t | x, y_<t)
     logps = log_probs(policy, ids, mask)
     d = logps - log_probs(ratio_to, ids, mask)
-    if config.taper:
-        sampler_logps = log_probs(old_policy, ids, mask)
-        weight = taper_weight(logps.detach(), sampler_logps, mask, is_better)
-        d = weight * d + (1 - weight) * d.detach()
     perceived = perceive(d, mask, step)
     outcome = perceived.sum(1)
 
     if config.loss == "dpo":  # -log σ(β (Σ_t d̃ʷ_t - Σ_t d̃ˡ_t))
         margin = outcome[0::2] - outcome[1::2]
-        return -logsigmoid(BETA * margin).mean()
+        nll = -(logps.sum(1) / mask.sum(1))[0::2]
+        return (config.rpo_alpha * nll - logsigmoid(BETA * margin)).mean()
     if config.loss == "kto":  # λ_D (1 - σ(β (Σ_t d̃_t - z₀))), undesirable λ_U (1 - σ(β (z₀ - Σ_t d̃_t)))
         z0 = reference_point(policy, ratio_to, batch, step)
         gain = torch.where(is_better, outcome - z0, z0 - outcome)
@@ -165,19 +163,6 @@ def reference_point(policy, ratio_to, batch, step):
     d = log_probs(policy, ids, mask) - log_probs(ratio_to, ids, mask)
     return perceive(d, mask, step).sum(1).mean().clamp(min=0)
 
-def taper_weight(logps, sampler_logps, mask, is_better):
-    """Not the paper's: the gradient of worse completions fades as they get less likely than when drawn."""
-    rise = (sampler_logps - logps).sum(1)
-    surprisal = -sampler_logps.sum(1)
-    average = mask.sum(1) * surprisal.sum() / mask.sum()  # humanline.py: without groups that have no gradient
-    budget = torch.minimum(surprisal, average).clamp(min=1)
-    weight = (1 - rise / budget).clamp(0, 1)
-    weight[is_better] = 1
-    if config.loss == "dpo":
-        rejected = weight[1::2]
-        weight[0::2] = rejected + (1 - rejected) / budget[0::2]
-    return weight[:, None]
-
 def log_probs(model, ids, mask):
     """log π(y_t | x, y_<t) of softmax(logits / T)."""
     logits = model(ids).logits[:, :-1] / config.temperature
@@ -215,6 +200,8 @@ def make_units(groups):
         rewards = [sample.reward for sample in group]
         for sample in group:
             sample.advantage = (sample.reward - fmean(rewards)) / (pstdev(rewards) + 0.01)
+            if config.positive_only:
+                sample.advantage = max(0.0, sample.advantage)
         best = rewards.index(max(rewards))
         worst = rewards.index(min(rewards))
         if config.loss == "dpo":
@@ -224,7 +211,7 @@ def make_units(groups):
         units.append(group)
     samples = sum(units, [])
     for sample in samples:
-        sample.weight = config.undesirable_weight
+        sample.weight = 0.0 if config.positive_only else config.undesirable_weight
     better = [sample for sample in samples if sample.advantage > 0]
     for sample in better:
         balanced = config.undesirable_weight * (len(samples) / len(better) - 1)

@@ -45,15 +45,12 @@ RUNS = {  # additional flags; "2 ranks" or "resumed" in a name determines how th
     "dpo defaults, pairs": "--loss dpo --data ../pairs.jsonl",
     "dpo baseline": "--loss dpo --no-humanline",
     "dpo perception sample": "--loss dpo --sync-k 4 --perception sample",
-    "dpo taper": "--loss dpo --sync-k 2 --taper",
-    "dpo taper online, every 3": "--loss dpo --sync-k 2 --taper --sample-every 3",
     "dpo weight decay": "--loss dpo --sync-k 3 --weight-decay 0.1",
     "dpo 2 ranks sharded": "--loss dpo --sync-k 3 --shard",
     "dpo resumed": "--loss dpo --sync-k 5 --save-every 3",
     "kto offline": "--loss kto --sync-k 3",
     "kto online": "--loss kto --sync-k 2 --sample-every 1",
     "kto online, every 3": "--loss kto --sync-k 2 --sample-every 3",
-    "kto taper": "--loss kto --sync-k 3 --taper",
     "kto labels": "--loss kto --data ../labels.jsonl --sync-k 3",
     "kto baseline online, every 8": "--loss kto --no-humanline --sample-every 8",
     "kto perception sample, every 3": "--loss kto --perception sample --sync-k 2 --sample-every 3",
@@ -69,15 +66,12 @@ RUNS = {  # additional flags; "2 ranks" or "resumed" in a name determines how th
     "grpo narrow clip": "--loss grpo --sync-k 4 --perception clip --log-eps-p -0.2 --log-eps-r 0.1",
     "grpo online, k 5, every 3": "--loss grpo --sync-k 5 --sample-every 3",
     "grpo baseline, every 3, KL": "--loss grpo --no-humanline --sample-every 3 --kl-beta 0.1",
-    "grpo taper, prior": "--loss grpo --sync-k 3 --taper --prior 1",
     "grpo mean of sequences, KL": "--loss grpo --sync-k 3 --average sequence --kl-beta 0.1",
     "grpo temperature": "--loss grpo --sync-k 2 --sample-every 2 --temperature 0.7 --top-p 0.9",
     "grpo bfloat16": "--loss grpo --sync-k 3 --dtype bfloat16",
     "grpo 2 ranks sharded online": "--loss grpo --sync-k 3 --sample-every 2 --shard",
     "grpo resumed online": "--loss grpo --sync-k 2 --save-every 3 --sample-every 1",
 }
-# Old names of flags, by a string that occurs only in the humanline.py of such checkouts.
-OLDER = {"    stale: ": ("--taper", "--stale taper")}
 REAL = ("--model ../real --data ../dialogues.jsonl --reward ../reward.py:varied --limit 512 "
         "--steps 4 --batch-size 4 --lr 5e-5 --sync-k 2 --max-length 256 "
         "--group-size 4 --max-new-tokens 16")
@@ -156,9 +150,6 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 def train(checkout: Path, side: Path, name: str, flags: str, threads: int) -> None:
     """Run the command line in the folder `side`. Raises RuntimeError if it fails."""
     ranks = "-m torch.distributed.run --standalone --nproc_per_node=2" if "2 ranks" in name else ""
-    text = (checkout / "humanline.py").read_text(encoding="utf-8")
-    for word, (now, then) in OLDER.items():
-        flags = flags.replace(now, then) if word in text else flags
     command = [sys.executable, *ranks.split(), str(checkout.resolve() / "humanline.py"),
                *flags.split(), "--out", str(side / name)]
     environment = os.environ | {

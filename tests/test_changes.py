@@ -246,7 +246,7 @@ def test_a_loss_can_do_without_a_reference(run, monkeypatch, capsys, more):
     lines = metrics(run(f"--loss simpo {more}"))
     assert "objective   SIMPO; " in capsys.readouterr().out
     assert lines[-1]["loss"] != lines[0]["loss"] and not {"kl", "drift", "unclamped"} & lines[0].keys()
-    for flag in ("--sync-k 2", "--perception none", "--taper"):
+    for flag in ("--sync-k 2", "--perception none"):
         with pytest.raises(humanline.UserError, match="--loss simpo does not use " + flag.split()[0]):
             run(f"--loss simpo {flag}")
 
@@ -292,7 +292,7 @@ def test_a_loss_of_ones_own_runs_on_the_demo_wherever_its_entry_stands(monkeypat
     assert humanline.parse_config(["--loss", "dpo"]).data == humanline.parse_config(["--loss", "a-pair"]).data
     for name in own:
         config = humanline.parse_config(["--loss", name])
-        assert config.loss == name and config.prior == 0 and config.sync_k == 0 and not config.taper
+        assert config.loss == name and config.sync_k == 0 and not config.positive_only
 
 
 # The reference and the schedule.

@@ -30,9 +30,10 @@ def short_run(tiny: str, data: str, more: str = "") -> list[str]:
 # Configuration.
 
 @pytest.mark.parametrize("flags, words", [
-    ("", "GRPO, humanline with taper and prior"), ("--prior 0", "GRPO, humanline with taper"),
-    ("--no-humanline --no-taper", "GRPO, plain with prior"), ("--no-humanline --no-taper --prior 0", "GRPO, plain"),
-    ("--loss dpo", "DPO, humanline with taper"), ("--loss kto --no-humanline --no-taper", "KTO, plain"),
+    ("", "GRPO, humanline with better completions alone"), ("--no-positive-only", "GRPO, humanline"),
+    ("--no-humanline", "GRPO, plain with better completions alone"),
+    ("--no-humanline --no-positive-only", "GRPO, plain"), ("--loss dpo", "DPO, humanline with RPO"),
+    ("--loss dpo --no-humanline --rpo-alpha 0", "DPO, plain"),
     ("--model x --data y --loss dpo --perception none", "DPO, humanline's sync alone"),
     ("--model x --data y --loss kto --sync-k 0", "KTO, humanline's perception alone")])
 def test_a_run_is_called_what_it_is(flags, words):
@@ -119,7 +120,7 @@ def test_a_run_leaves_its_settings_its_metrics_and_a_model(run, loss):
     lines = metrics(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     keys = {"loss", "lr", "grad_norm", "tokens", "step_seconds", "sample_seconds", "reward", "kl", "unclamped", "drift"}
-    keys |= {"reward_margin"} if loss != "grpo" else set()
+    keys |= {"reward_chosen", "reward_rejected"} if loss != "grpo" else set()
     assert all(keys <= line.keys() for line in lines)
 
 

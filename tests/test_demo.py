@@ -37,13 +37,27 @@ def test_the_command_without_arguments_aligns_a_model_and_suggests_the_baseline(
     assert len(lines) == 256 and lines[-1]["accuracy"] == pytest.approx(after, abs=5e-4)
     monkeypatch.chdir(folder)
     config = humanline.parse_config(last.split(f"python {ROOT}/humanline.py ")[1].split())
-    assert humanline.in_words(config) == "GRPO, plain" and config.lr == 8e-4
+    assert humanline.in_words(config) == "GRPO, plain with better completions alone" and config.lr == 8e-4
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
-def test_the_plain_form_that_the_demos_settings_name_is_plain(loss):
-    [flags] = re.findall(r"# Compare: (.*?) \(plain\)", (DEMO / f"{loss}.toml").read_text())
-    assert humanline.in_words(humanline.parse_config(f"--loss {loss} {flags}".split())) == f"{loss.upper()}, plain"
+@pytest.mark.parametrize("form", ["humanline", "plain", "online"])
+def test_the_forms_that_the_demos_settings_name_are_those_that_tuning_chose(loss, form):
+    text = (DEMO / f"{loss}.toml").read_text()
+    [flags] = re.findall(rf"^#   (--.*?) +{form}$", text, re.MULTILINE)
+    config = humanline.parse_config(f"--loss {loss} {flags}".split())
+    assert humanline.in_words(config) == f"{loss.upper()}, {'plain' if form == 'online' else form}"
+    assert (config.sample_every > 0) == (form == "online")
+    facts = json.loads((ROOT / "tests" / "claims" / "facts.json").read_text())["tasks"]["two-digits"][loss][form]
+    assert (config.lr, config.sync_k) == (facts["lr"], facts["k"])
+
+
+@pytest.mark.parametrize("loss, form", [
+    ("grpo", "better alone, synced"), ("dpo", "RPO, synced"), ("kto", "desirable alone, synced")])
+def test_the_demo_has_the_settings_that_tuning_chose(loss, form):
+    config = humanline.parse_config(["--loss", loss])
+    facts = json.loads((ROOT / "tests" / "claims" / "facts.json").read_text())["tasks"]["two-digits"][loss][form]
+    assert (config.lr, config.sync_k) == (facts["lr"], facts["k"])
 
 
 def test_its_final_folder_loads_in_plain_transformers_and_adds(first):
@@ -73,7 +87,7 @@ def test_each_loss_has_its_settings_and_a_loss_of_ones_own_those_of_its_unit(los
     monkeypatch.chdir(tmp_path)  # the demo's files are found from anywhere
     config = humanline.parse_config(["--loss", loss, "--sync-k", "12"])
     assert (config.loss, config.sync_k, config.steps, config.max_new_tokens) == (loss, 12, 256, 8)
-    assert config.batch_size == (256 if loss == "kto" else 32) and config.lr == (4e-4 if loss == "kto" else 8e-4)
+    assert config.batch_size == (128 if loss == "kto" else 32) and config.lr == 8e-4
     assert Path(config.model) == DEMO / "model" and Path(config.eval_data) == DEMO / "test.jsonl"
     monkeypatch.setitem(humanline.LOSSES, "mine", humanline.LOSSES[loss])
     mine = humanline.parse_config(["--loss", "mine"])

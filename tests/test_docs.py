@@ -66,8 +66,8 @@ def test_the_readme_can_be_read_in_five_minutes():
 
 
 def test_every_metric_has_its_line_and_every_line_its_metric(run, tmp_path, data_files):
-    runs = [run("--loss kto --taper --eval-every 3 --eval-data " + data_files["prompts"]),
-            run("--loss grpo --taper --sample-every 2", data="prompts"), run("--loss dpo --no-humanline", data="pairs")]
+    runs = [run("--loss kto --positive-only --eval-every 3 --eval-data " + data_files["prompts"]),
+            run("--loss grpo --positive-only --sample-every 2", data="prompts"), run("--loss dpo --no-humanline", data="pairs")]
     logged = {name for folder in runs for line in metrics(folder) for name in line}
     rows = [row for row in METRICS.splitlines() if row.startswith("| `")]
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}

@@ -114,16 +114,15 @@ def letters(prompts, completions, rows):
 """
 
 
-def test_a_sample_whose_reward_fails_counts_as_asked_and_is_counted(run, tmp_path):
+def test_a_sample_whose_reward_fails_counts_as_0(run, tmp_path):
     (tmp_path / "letters.py").write_text(LETTERS)
     reward = f"{tmp_path}/letters.py:letters"
-    folder = run(f"--sample-every 1 --steps 3 --max-new-tokens 2 --reward {reward} --reward-failed -2")
+    folder = run(f"--sample-every 1 --steps 3 --max-new-tokens 2 --reward {reward}")
     lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     for step, metric in enumerate(metrics(folder), 1):
         rewards = [line["reward"] for line in lines if line["step"] == step]
         assert metric["reward"] == pytest.approx(sum(rewards) / len(rewards))
-        assert metric["failed"] == rewards.count(-2)
-    assert -2 in rewards and max(rewards) > 0
+    assert 0 in rewards and max(rewards) > 0
     assert f'reward = "{reward}"' in (folder / "config.toml").read_text()
 
 

@@ -339,7 +339,7 @@ def test_a_completion_that_brings_its_end_token_along_gets_no_second_one(folder)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampling_stops_at_every_token_that_ends_an_answer(folder, family):
     policy, tokenizer, config = load(folder(family), max_new_tokens=40)
-    stops = humanline.stop_ids(policy, tokenizer)
+    stops = humanline.find_stop_ids(policy, tokenizer)
     assert stops[0] == tokenizer.convert_tokens_to_ids(FAMILIES[family][3]) and tokenizer.eos_token_id in stops
     prompts = encoded_prompts(tokenizer, "short", PROMPT, PROMPT * 3)
     drawn = [ids for ids, _ in humanline.sample(policy, prompts * 40, stops, config, 0)]
@@ -355,7 +355,7 @@ def test_the_models_own_generation_settings_do_not_reach_the_samples_but_the_fin
     def draw(path: str) -> list[tuple[list[int], list[float]]]:
         policy, tokenizer, config = load(path, max_new_tokens=20)
         prompts = encoded_prompts(tokenizer, PROMPT) * 30
-        return humanline.sample(policy, prompts, humanline.stop_ids(policy, tokenizer), config, 0)
+        return humanline.sample(policy, prompts, humanline.find_stop_ids(policy, tokenizer), config, 0)
 
     assert draw(model) == draw(folder("qwen2"))
     run = train(model, rows, tmp_path / "out", "--steps 1 --sample-every 1")

@@ -39,7 +39,7 @@ LOSSES = "dpo", "kto", "grpo"
 FORMS = {
     "plain": dict(humanline=False),
     "humanline": dict(),
-    "taper": dict(taper=True),
+    "better alone": dict(positive_only=True, rpo_alpha=0.5),
 }
 SOURCES = {
     "offline": dict(sync_k=2),
@@ -61,10 +61,10 @@ for loss in LOSSES:
     CASES[f"{loss}, groups without difference"] = dict(loss=loss, reward="coin", sync_k=1, sample_every=2)
 CASES |= {
     "grpo, KL": dict(loss="grpo", kl_beta=0.3, sync_k=2),
-    "grpo, KL, taper": dict(loss="grpo", kl_beta=0.3, sync_k=3, sample_every=4, taper=True),
+    "grpo, KL, better alone": dict(loss="grpo", kl_beta=0.3, sync_k=3, sample_every=4, positive_only=True),
     "grpo, KL, plain, online": dict(loss="grpo", kl_beta=0.3, reward="coin", humanline=False, sample_every=2),
     "kto, a clip that raises z0": dict(loss="kto", sync_k=3, log_eps_p=-0.02, log_eps_r=1.0),
-    "grpo, six steps": dict(loss="grpo", steps=6, sample_every=2, sync_k=3, taper=True),
+    "grpo, six steps": dict(loss="grpo", steps=6, sample_every=2, sync_k=3, positive_only=True),
     "kto, six steps": dict(loss="kto", steps=6, sample_every=2, sync_k=3, undesirable_weight=0.6),
     "kto, both weights given": dict(loss="kto", sync_k=2, desirable_weight=1.7, undesirable_weight=0.6),
     "grpo, a clipped gradient": dict(loss="grpo", sync_k=2, max_grad_norm=0.1),
@@ -78,7 +78,7 @@ def settings_of(case: dict) -> dict:
     which would magnify rounding errors. The gradient's norm is not clipped: that would hide a wrong scale of the loss.
     """
     return dict(log_eps_p=-0.3, log_eps_r=0.2, batch_size=8, lr=5e-3, warmup=0.5, adam_eps=1e-3, max_grad_norm=1e6,
-                steps=STEPS, taper=False, reward="varied", beta=0.3, epsilon=0.15) | case
+                steps=STEPS, positive_only=False, rpo_alpha=0.0, reward="varied", beta=0.3, epsilon=0.15) | case
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +178,10 @@ QUICK = [
      "share_of_mean", "sum(len(sequence.completion) for sequence in batch.sequences)",
      "x.mask.sum()",
      "grpo, plain, offline"),
-    ("the taper is on the wrong side",
-     "forward_backward", "~x.is_chosen",
-     "x.is_chosen",
-     "dpo, taper, offline"),
+    ("the worse completions alone count",
+     "make_units", "advantages.clamp_(min=0)",
+     "advantages.clamp_(max=0)",
+     "grpo, better alone, offline"),
     ("the clip's ends have the other's sign",
      "humanline_clip", "clamp(log_eps_p, log_eps_r)",
      "clamp(-log_eps_r, -log_eps_p)",
@@ -232,10 +232,14 @@ SLOW = [
      "set_kto_weights", "config.desirable_weight or balanced",
      "1.0",
      "kto, plain, offline"),
-    ("the chosen one keeps its whole weight",
-     "taper_weight", "rejected + (1 - rejected) / budget[0::2]",
-     "torch.ones_like(rejected)",
-     "dpo, taper, offline"),
+    ("RPO is of the rejected",
+     "compute_dpo", "x.mask.sum(-1))[0::2]",
+     "x.mask.sum(-1))[1::2]",
+     "dpo, better alone, offline"),
+    ("undesirable examples count in spite of --positive-only",
+     "set_kto_weights", "0.0 if config.positive_only else config.undesirable_weight",
+     "config.undesirable_weight",
+     "kto, better alone, offline"),
     ("the log-ratio is of the sampler",
      "take_log_ratios", "x.logps - x.ref_logps",
      "x.logps - (x.ref_logps if x.sampler_logps is None else x.sampler_logps)",
@@ -265,8 +269,8 @@ SLOW = [
      "mean_loss = 0.7 * x.share",
      "grpo, humanline, offline"),
     ("the weight of undesirable examples is ignored",
-     "set_kto_weights", "sequence.kto_weight = config.undesirable_weight",
-     "sequence.kto_weight = 1.0",
+     "set_kto_weights", "else config.undesirable_weight",
+     "else 1.0",
      "kto, both weights given"),
 ]
 

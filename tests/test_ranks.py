@@ -35,11 +35,11 @@ os._exit(globals().get("status", 0))
 """
 DRAWN = "--sample-every 4 --sample-tokens 128"
 SYNCED = "--sync-k 3"
-SOURCES = {"offline": SYNCED, "drawn": f"{SYNCED} {DRAWN}", "baseline": f"--no-humanline {DRAWN}", "tapered": f"{SYNCED} --taper",
+SOURCES = {"offline": SYNCED, "drawn": f"{SYNCED} {DRAWN}", "baseline": f"--no-humanline {DRAWN}", "better": f"{SYNCED} --positive-only",
            "kl": f"--no-humanline {DRAWN} --kl-beta 0.1 --temperature 0.8"}
 CASES = list(itertools.product(("grpo", "dpo", "kto"), ("offline", "drawn"), ("ddp", "fsdp")))
-CASES += [("grpo", "baseline", "ddp"), ("grpo", "baseline", "fsdp"), ("grpo", "tapered", "ddp"),
-          ("dpo", "tapered", "fsdp"), ("grpo", "kl", "ddp"), ("grpo", "kl", "fsdp")]
+CASES += [("grpo", "baseline", "ddp"), ("grpo", "baseline", "fsdp"), ("grpo", "better", "ddp"),
+          ("kto", "better", "fsdp"), ("grpo", "kl", "ddp"), ("grpo", "kl", "fsdp")]
 
 
 def flags_of(tiny, data_files, varied, loss: str, source: str, more: str = "") -> list[str]:

@@ -111,7 +111,7 @@ def test_a_mixed_number_is_no_longer_fraction(asked):
 
 @pytest.fixture(scope="module")
 def math_score():
-    return load("math", reward_seconds=3.0, reward_failed=-7.0)
+    return load("math", reward_seconds=3.0)
 
 
 EQUAL = [
@@ -152,10 +152,10 @@ def test_hostile_answers_cost_themselves_and_nothing_else(math_score, tmp_path, 
     completions = [text for one in hostile for text in (one, "\\boxed{16/2}")]
     scores = math_score([PROMPT] * len(completions), completions, [{"answer": "8"}] * len(completions))
     assert time.perf_counter() - started < 3.0 * len(hostile)
-    assert set(scores[::2]) == {0.0, None} and set(scores[1::2]) == {1.0}
+    assert set(scores[::2]) == {0.0} and set(scores[1::2]) == {1.0}
     assert not (tmp_path / "hit").exists()
     [line] = warnings(capsys)
-    assert f"--reward math: {scores.count(None)} of {len(scores)} samples failed and count as -7" in line
+    assert re.search(rf"--reward math: \d+ of {len(scores)} samples failed and count as 0", line)
 
 
 def test_the_process_of_mathematics_runs_no_text_as_code(tmp_path):
@@ -197,10 +197,11 @@ def test_no_mathematics_is_done_in_the_process_of_the_trainer(math_score):
     assert "math_verify" not in sys.modules
 
 
-def test_a_row_without_an_answer_fails_and_is_not_wrong(math_score, capsys):
+def test_a_row_without_an_answer_counts_as_failed(math_score, capsys):
     rows = [{"answer": "8"}, {"solution": "none"}, {"solution": "\\boxed{}"}, {"answer": ["7", "8"]}]
-    assert math_score([PROMPT] * 4, ["8"] * 4, rows) == [1.0, None, 0.0, 1.0]
-    assert "the row has neither an answer nor a solution" in warnings(capsys)[0]
+    assert math_score([PROMPT] * 4, ["8"] * 4, rows) == [1.0, 0.0, 0.0, 1.0]
+    warning = warnings(capsys)[0]
+    assert "1 of 4 samples failed" in warning and "the row has neither an answer nor a solution" in warning
 
 
 # Functions of the user.
@@ -287,18 +288,19 @@ def test_a_function_may_return_an_array_or_numbers_of_any_kind(user_files):
     ("nan", "nan"), ("none", "None"), ("huge", "1000000"),
 ])
 def test_a_bad_score_costs_its_sample_alone_and_one_warning(user_files, capsys, kind, reason):
-    score = load(f"{user_files}/light-weight.py:trouble", reward_seconds=0.5, reward_failed=-3.0)
-    assert score([PROMPT] * 4, ["a", kind, "b", "c"], [{}] * 4) == [1.0, None, 1.0, 1.0]
+    score = load(f"{user_files}/light-weight.py:trouble", reward_seconds=0.5)
+    assert score([PROMPT] * 4, ["a", kind, "b", "c"], [{}] * 4) == [1.0, 0.0, 1.0, 1.0]
     [line] = warnings(capsys)
-    assert "light-weight.py:trouble: 1 of 4 samples failed and count as -3" in line and reason in line
+    assert "light-weight.py:trouble: 1 of 4 samples failed and count as 0" in line and reason in line
     assert score([PROMPT] * 2, ["a", "b"], [{}] * 2) == [1.0, 1.0] and not warnings(capsys)
 
 
 @needs_proc
 def test_a_hanging_function_costs_no_more_than_four_times_its_limit(user_files, capsys):
     score = load(f"{user_files}/light-weight.py:trouble", reward_seconds=0.5)
+    assert score([PROMPT], ["a"], [{}]) == [1.0]
     started = time.perf_counter()
-    assert score([PROMPT] * 64, ["hang"] * 64, [{}] * 64) == [None] * 64
+    assert score([PROMPT] * 64, ["hang"] * 64, [{}] * 64) == [0.0] * 64
     assert time.perf_counter() - started < 20  # and a process to start for each of them
     assert "64 of 64 samples failed" in warnings(capsys)[0]
     assert all(gone(int(pid)) for pid in (user_files / "pids").read_text().split())
@@ -392,7 +394,7 @@ def score(folder: str, completions: list[str] = COMPLETIONS, **settings) -> list
 
 def test_a_reward_models_score_is_its_logit_of_each_dialogue_alone(reward_model, capsys):
     scores = score(reward_model, [*COMPLETIONS, "x" * 100])  # the last is beyond its positions
-    assert scores[:-1] == pytest.approx(by_hand(reward_model), abs=1e-5) and scores[-1] is None
+    assert scores[:-1] == pytest.approx(by_hand(reward_model), abs=1e-5) and scores[-1] == 0
     assert "1 of 6 samples failed" in warnings(capsys)[0] and len(set(scores)) == 6
 
 
@@ -406,9 +408,9 @@ def test_a_reward_model_needs_neither_padding_nor_a_chat_template(reward_model, 
     assert plain != by_hand(reward_model) and not warnings(capsys)
 
 
-def test_a_language_model_is_no_reward_model(tiny, capsys):
-    assert score(tiny) == [None] * len(COMPLETIONS)
-    assert "has no score.weight" in warnings(capsys)[0]
+def test_a_language_model_is_no_reward_model(tiny):
+    with pytest.raises(UserError, match="failed on every sample.*has no score.weight"):
+        score(tiny)
 
 
 def test_code_that_comes_with_a_reward_model_runs_only_where_the_user_says_so(reward_model, tmp_path):
@@ -460,9 +462,9 @@ def test_a_reward_that_fails_after_the_first_rollouts_does_not_stop_a_run(run, t
     (tmp_path / "bad.py").write_text("calls = []\n\ndef bad(prompts, completions, rows):\n    calls.append(1)\n"
                                      "    if len(calls) > 1:\n        raise ValueError('works no more')\n"
                                      "    return [len(text) / 9 for text in completions]\n")
-    lines = metrics(run(f"--sample-every 1 --steps 3 --reward {tmp_path}/bad.py:bad --reward-failed -0.5"))
-    assert [line["reward"] for line in lines[1:]] == [-0.5] * 2 and lines[0]["reward"] > -0.5
-    failed = "16 of 16 samples failed and count as -0.5"
+    lines = metrics(run(f"--sample-every 1 --steps 3 --reward {tmp_path}/bad.py:bad"))
+    assert [line["reward"] for line in lines[1:]] == [0.0] * 2 and lines[0]["reward"] > 0
+    failed = "16 of 16 samples failed and count as 0"
     assert sum(failed in line and "works no more" in line for line in warnings(capsys)) == 2
 
 
@@ -498,7 +500,7 @@ def test_offline_training_loads_no_reward(run, tmp_path):
     run(f"--steps 2 --reward {tmp_path}/fails.py:f")
 
 
-@pytest.mark.parametrize("flag", ["--reward-seconds 0", "--reward-failed nan"])
+@pytest.mark.parametrize("flag", ["--reward-seconds 0"])
 def test_a_bad_setting_of_rewards_is_one_line(flag):
     with pytest.raises(UserError, match=f"{flag.split()[0]} is .*; it must be from"):
         humanline.parse_config(flag.split())

@@ -31,7 +31,7 @@ def test_every_completion_is_written_as_it_was_sampled_with_its_log_probs(run, t
     assert [line["step"] for line in lines] == [1] * 32 + [3] * 32
     assert len({line["prompt_id"] for line in lines}) == 16
     policy, tokenizer, _ = policy_of(tiny)  # the policy that drew at step 1
-    stops = humanline.stop_ids(policy, tokenizer)
+    stops = humanline.find_stop_ids(policy, tokenizer)
     for line in lines[:32]:
         ids = line["tokens"]
         assert line["completion"] == tokenizer.decode(ids, skip_special_tokens=True)
@@ -62,7 +62,7 @@ def test_one_runs_rollouts_are_anothers_offline_data_token_for_token(run, tiny, 
 
     monkeypatch.setattr(humanline, "Batches", spied)
     flags = ["--model", tiny, "--data", str(first / "rollouts.jsonl"), "--loss", loss, "--lr", "1e-2"]
-    run("--taper --steps 4 --batch-size 16", flags=flags)  # each completion once, or more often
+    run("--steps 4 --batch-size 16", flags=flags)  # each completion once, or more often
     assert [list(zip(g.completions, g.rewards, g.logps)) for g in seen] == list(expected.values())
     for group in seen:
         for sequence, logps in zip(group.sequences, group.logps, strict=True):

@@ -99,8 +99,6 @@ def test_a_chat_template_that_drops_what_was_given_is_one_line(tiny, data_files,
      "--batch-size 10 counts completions, which come in groups of --group-size 4; use a multiple of it"),
     ("--loss dpo --batch-size 25", "pairs", "--batch-size 25: a step needs 25 prompts, pairs or examples"),
     ("--loss kto --sample-every 1 --batch-size 100", "prompts", "but --data has 24; lower it"),
-    ("--taper --sample-every 2 --top-p 0.9", "prompts",
-     "--taper compares log-probs over the whole vocabulary; online, pass --top-p 1"),
 ])
 def test_a_batch_that_would_be_another_is_one_line(tiny, data_files, tmp_path, capsys, flags, rows, expected):
     given = short_run(tiny, data_files[rows], f"--out {tmp_path / 'out'} {flags}")

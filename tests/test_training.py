@@ -112,7 +112,7 @@ def test_the_policys_log_probs_are_reported_of_all_and_of_wanted_completions(tin
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
-def test_the_margin_is_of_implicit_rewards_and_ess_of_the_samplers_importance_weights(tiny, loss):
+def test_implicit_rewards_are_of_what_is_perceived_and_ess_of_the_samplers_importance_weights(tiny, loss):
     policy, _, config = policy_of(tiny, loss=loss, beta=0.3, log_eps_p=-0.5, log_eps_r=0.8)
     batch = random_batch(loss)
     rewards, weights = {True: [], False: []}, []
@@ -121,7 +121,8 @@ def test_the_margin_is_of_implicit_rewards_and_ess_of_the_samplers_importance_we
         weights.append(1 / (1 + i * i))  # its probability divided by the sampler's
         sequence.sampler_logps = logps - math.log(weights[-1]) / len(logps)
     report = humanline.forward_backward(policy, batch, config)
-    assert report["reward_margin"] == pytest.approx(fmean(rewards[True]) - fmean(rewards[False]), rel=1e-4)
+    assert report["reward_chosen"] == pytest.approx(fmean(rewards[True]), rel=1e-4)
+    assert report["reward_rejected"] == pytest.approx(fmean(rewards[False]), rel=1e-4)
     assert report["ess"] == pytest.approx(fmean(weights) ** 2 / fmean(weight**2 for weight in weights), rel=1e-4)
 
 
@@ -154,7 +155,7 @@ def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch, fla
 
 
 RESUMED = [
-    ("--loss dpo --sync-k 4 --perception sample", 2), ("--loss kto --no-humanline", 3), ("--sync-k 3 --taper", 5),
+    ("--loss dpo --sync-k 4 --perception sample", 2), ("--loss kto --no-humanline", 3), ("--sync-k 3 --positive-only", 5),
     ("--loss kto --sync-k 6 --log-eps-p -0.02", 3),  # whose z0 is not 0
     ("--loss grpo --sample-every 4 --sync-k 3", 5), ("--loss dpo --sample-every 1 --sync-k 3", 2),
     ("--loss kto --sample-every 3 --no-humanline", 5), ("--loss dpo --sample-every 3 --sync-k 7", 2),

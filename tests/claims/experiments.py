@@ -63,41 +63,47 @@ TASKS = {task.name: task for task in (
     Task("six-digits", 128, 32, 0.4, dict(grpo=16, dpo=32, kto=64), (1e-4, 2e-4, 4e-4), (8, 24)),
 )}
 
-# A form's flags; {k} is its --sync-k. `--loss` names an entry of its own where the loss is not the form's.
+# A form's flags; {k} is its --sync-k. `--loss` names an entry of neighbours.py, if the form has one. Runs with taper that
+# are stored were made when humanline.py had it, as `--taper` and `--prior 1`.
 FORMS = {
     "plain": "--no-humanline",
     "humanline": "--sync-k {k}",
     "sync alone": "--sync-k {k} --perception none",
     "clip alone": "--sync-k 0",
-    "humanline with taper": "--sync-k {k} --taper",
-    "taper alone": "--no-humanline --taper",
+    "humanline with taper": "--loss {loss}-taper --sync-k {k}",
+    "taper alone": "--loss {loss}-taper --no-humanline",
     "online": "--no-humanline --sample-every 1",
 }
 GRPO_FORMS = {
-    "humanline with taper and prior": "--sync-k {k} --taper --prior 1",
-    "better alone": "--loss grpo-better --no-humanline",
-    "better alone, synced": "--loss grpo-better --sync-k {k}",
-    "mask 0.1": "--loss grpo-mask-0.1 --no-humanline",
-    "mask 0.1, synced": "--loss grpo-mask-0.1 --sync-k {k}",
-    "mask 0.5": "--loss grpo-mask-0.5 --no-humanline",
-    "mask 0.5, synced": "--loss grpo-mask-0.5 --sync-k {k}",
-    "TOPR": "--loss grpo-topr --no-humanline",
+    "humanline with taper and prior": "--loss grpo-taper-prior --sync-k {k}",
     "every 64 steps": "--no-humanline --sample-every 64",
     "every 64 steps, humanline": "--sync-k {k} --sample-every 64",
-    "every 64 steps, humanline with taper": "--sync-k {k} --taper --sample-every 64",
-    "every 64 steps, humanline with taper and prior": "--sync-k {k} --taper --prior 1 --sample-every 64",
+    "every 64 steps, humanline with taper": "--loss grpo-taper --sync-k {k} --sample-every 64",
+    "every 64 steps, humanline with taper and prior": "--loss grpo-taper-prior --sync-k {k} --sample-every 64",
 }
-DPO_FORMS = {
-    "chosen alone": "--loss dpo-chosen --no-humanline",
-    "RPO": "--loss dpo-rpo --no-humanline",
-    "RPO, synced": "--loss dpo-rpo --sync-k {k}",
-    "DPO-positive": "--loss dpo-positive --no-humanline",
+NEIGHBOURS = {  # published ones
+    "grpo": {
+        "better alone": "--positive-only --no-humanline",
+        "better alone, synced": "--positive-only --sync-k {k}",
+        "mask 0.1": "--loss grpo-mask-0.1 --no-humanline",
+        "mask 0.1, synced": "--loss grpo-mask-0.1 --sync-k {k}",
+        "mask 0.5": "--loss grpo-mask-0.5 --no-humanline",
+        "mask 0.5, synced": "--loss grpo-mask-0.5 --sync-k {k}",
+        "TOPR": "--loss grpo-topr --no-humanline",
+    },
+    "dpo": {
+        "chosen alone": "--loss dpo-chosen --no-humanline",
+        "RPO": "--rpo-alpha 1 --no-humanline",
+        "RPO, synced": "--rpo-alpha 1 --sync-k {k}",
+        "DPO-positive": "--loss dpo-positive --no-humanline",
+    },
+    "kto": {
+        "desirable alone": "--positive-only --no-humanline",
+        "desirable alone, synced": "--positive-only --sync-k {k}",
+    },
 }
-KTO_FORMS = {
-    "desirable alone": "--loss kto-desirable --no-humanline",
-    "desirable alone, synced": "--loss kto-desirable --sync-k {k}",
-}
-FORMS_OF = dict(grpo=FORMS | GRPO_FORMS, dpo=FORMS | DPO_FORMS, kto=FORMS | KTO_FORMS)
+FORMS_OF = {loss: FORMS | NEIGHBOURS[loss] for loss in NEIGHBOURS}
+FORMS_OF["grpo"] = FORMS | GRPO_FORMS | NEIGHBOURS["grpo"]
 TUNING_BASES, TEST_BASES = 2, 5
 SECOND_BASE = 5  # settings of a form that are run on the second tuning base
 
@@ -115,7 +121,7 @@ class Run:
     def flags(self) -> list[str]:
         """Those of humanline.py, but for the base's files."""
         task = TASKS[self.task]
-        form = FORMS_OF[self.loss][self.form].format(k=self.k)
+        form = FORMS_OF[self.loss][self.form].format(k=self.k, loss=self.loss)
         loss = "" if "--loss" in form else f"--loss {self.loss} "
         return (f"{loss}{form} --lr {self.lr:g} --steps {task.steps} --batch-size {task.batch_size[self.loss]} "
                 f"--eval-every {task.every} --seed {self.seed}").split()
@@ -235,7 +241,7 @@ def score(policy: torch.nn.Module, sampler: humanline.Sampler, rows: list[dict])
 def kl_to(base: torch.nn.Module, trainer: humanline.Run, rows: list[dict]) -> float:
     """KL(policy || base) in nats a completion: the mean of log π - log π_base over a sample for each row."""
     prompts, config = encode(trainer.sampler, rows), trainer.config
-    drawn = humanline.sample(trainer.policy, prompts, trainer.sampler.stops, config, seed=0)
+    drawn = humanline.sample(trainer.policy, prompts, trainer.sampler.stop_ids, config, seed=0)
     sequences = [Sequence(prompt, ids) for prompt, (ids, _) in zip(prompts, drawn)]
     of_base = humanline.sequence_logps(base, sequences, config)
     return fmean(sum(logps) - float(theirs.sum()) for (_, logps), theirs in zip(drawn, of_base))

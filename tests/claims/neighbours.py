@@ -1,10 +1,13 @@
-"""Published relatives of the taper, as entries of `humanline.LOSSES`: what it is compared with, tuned by the same rule.
+"""Published ways to train on old completions, and our form of one, the taper, as entries of `humanline.LOSSES`.
 
-Import this file before `humanline.parse_config`; then `--loss grpo-mask-0.5` and the others are there. Each keeps the
-equation of its source; what the sources do beside it (their KL estimates, their routing of experts) is left out.
+Import this file before `humanline.parse_config`; then `--loss grpo-mask-0.5` and the others are there. (RAFT++ and RPO
+are settings of humanline.py, `--positive-only` and `--rpo-alpha`.) Each keeps the equation of its source; what the
+sources do beside it (their KL estimates, their routing of experts) is left out. The taper and the prior were part of
+humanline.py until commit f948f44: the rules of verdicts.md took them out.
 """
 
 import dataclasses
+from statistics import fmean
 from typing import Callable
 
 import torch
@@ -12,17 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import humanline
-from humanline import LOSSES, Config, Microbatch
+from humanline import LOSSES, Config, Group, Microbatch, group_advantages
 
 
 def with_advantages(x: Microbatch, advantages: Tensor, config: Config) -> Tensor:
     """GRPO's loss, with other advantages than those of the record."""
     return humanline.compute_grpo(dataclasses.replace(x, advantages=advantages), config)
-
-
-def better_alone(x: Microbatch, config: Config) -> Tensor:
-    """GRPO on completions with a positive advantage: the others count 0."""
-    return with_advantages(x, x.advantages.clamp(min=0), config)
 
 
 def sequence_mask(delta: float) -> Callable[[Microbatch, Config], Tensor]:
@@ -50,20 +48,66 @@ def chosen_alone(x: Microbatch, config: Config) -> Tensor:
     return -(x.logps.sum(-1) / x.mask.sum(-1))[0::2]
 
 
-def rpo(x: Microbatch, config: Config) -> Tensor:
-    """DPO and the chosen one's NLL a token, weight 1 (Pang et al. 2024, arXiv 2404.19733, eq. 1)."""
-    return humanline.compute_dpo(x, config) + chosen_alone(x, config)
-
-
 def dpo_positive(x: Microbatch, config: Config) -> Tensor:
     """DPO-positive (Pal et al. 2024, arXiv 2402.13228, eq. 3), λ 50: the chosen one may not fall below the reference."""
     chosen, rejected = x.perceived[0::2].sum(-1), x.perceived[1::2].sum(-1)
     return -F.logsigmoid(config.beta * (chosen - rejected - 50 * F.relu(-chosen)))
 
 
-def desirable_alone(x: Microbatch, config: Config) -> Tensor:
-    """KTO on desirable completions: the others count 0."""
-    return humanline.compute_kto(x, config) * x.is_chosen
+# ---------- Ours --------------------------------------------------------------------------------------------
+
+
+def tapered(like: str) -> Callable[[Microbatch, Config], Tensor]:
+    """A loss whose log-ratios of worse completions (rejected, undesirable, or with a negative advantage) pass less
+    gradient the less likely they have become: the weight is max(0, 1 - rise / budget).
+
+    rise is Σ_t (log μ - log π_θ) over the completion, in nats. budget is its surprisal under its sampler μ, -Σ_t log μ,
+    or that of an average completion of the same length if that is less, but at least 1 nat. In a pair, as the weight w
+    of the rejected completion falls, that of the chosen one becomes w + (1 - w) / budget. It is a heuristic: the floor
+    of 1 nat and the weight of the chosen one were fitted on the sums of two digits."""
+
+    def compute(x: Microbatch, config: Config) -> Tensor:
+        rise = (x.sampler_logps - x.logps.detach()).sum(-1)
+        surprisal = -x.sampler_logps.sum(-1)
+        average = surprisal.sum() / x.mask.sum() * x.mask.sum(-1)  # the tiny tasks' batches are one microbatch
+        budget = torch.minimum(surprisal, average).clamp(min=1)
+        weight = (1 - rise / budget).clamp(0, 1)
+        weight[x.is_chosen] = 1.0
+        if like == "dpo":
+            rejected = weight[1::2]
+            weight[0::2] = rejected + (1 - rejected) / budget[0::2]
+        weight = weight[:, None]
+        perceived = weight * x.perceived + (1 - weight) * x.perceived.detach()
+        tapered_x = dataclasses.replace(x, perceived=perceived)
+        losses = LOSSES[like].compute(tapered_x, config)
+        x.metrics["taper_weight"] = weight[:, 0], ~x.is_chosen
+        return losses
+
+    return compute
+
+
+make_units = humanline.make_units
+
+
+def make_units_with_prior(groups: list[Group], config: Config) -> None:
+    """With a loss whose name ends in "prior", advantages are computed as if each group had one more rollout, with the
+    mean reward of all groups: then a group whose completions are all right still has a gradient. AsymRE (arXiv
+    2506.20520) lowers the baseline for the same reason."""
+    make_units(groups, config)
+    if not config.loss.endswith("prior"):
+        return
+    mean_reward = fmean([fmean(group.rewards) for group in groups])
+    for group in groups:
+        rewards = torch.tensor([*group.rewards, mean_reward], dtype=torch.float64)
+        advantages = group_advantages(rewards, torch.zeros(len(rewards), dtype=torch.long))
+        advantages[advantages.abs() < 1e-9] = 0
+        for sequence, advantage in zip(group.sequences, advantages.tolist()):
+            sequence.advantage = advantage
+            sequence.is_chosen = advantage > 0
+            sequence.is_idle = advantage == 0
+
+
+humanline.make_units = make_units_with_prior
 
 
 def entry(like: str, compute: Callable[[Microbatch, Config], Tensor], **needs: bool) -> humanline.Loss:
@@ -71,12 +115,13 @@ def entry(like: str, compute: Callable[[Microbatch, Config], Tensor], **needs: b
 
 
 LOSSES |= {
-    "grpo-better": entry("grpo", better_alone),
     "grpo-mask-0.1": entry("grpo", sequence_mask(0.1), needs_sampler=True),
     "grpo-mask-0.5": entry("grpo", sequence_mask(0.5), needs_sampler=True),
     "grpo-topr": entry("grpo", topr, needs_sampler=True),
     "dpo-chosen": entry("dpo", chosen_alone),
-    "dpo-rpo": entry("dpo", rpo),
     "dpo-positive": entry("dpo", dpo_positive),
-    "kto-desirable": entry("kto", desirable_alone),
+    "grpo-taper": entry("grpo", tapered("grpo"), needs_sampler=True),
+    "grpo-taper-prior": entry("grpo", tapered("grpo"), needs_sampler=True),
+    "dpo-taper": entry("dpo", tapered("dpo"), needs_sampler=True),
+    "kto-taper": entry("kto", tapered("kto"), needs_sampler=True),
 }

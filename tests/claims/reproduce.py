@@ -195,7 +195,7 @@ class Tuned:
 
     def best_neighbour(self, loss: str) -> str | None:
         """The published neighbour that is best on the validation problems of the tuning bases."""
-        names = [name for of, name in self.forms if of == loss and "--loss" in FORMS_OF[loss][name]]
+        names = [name for of, name in self.forms if of == loss and name in experiments.NEIGHBOURS[loss]]
         return max(names, key=lambda name: self.forms[loss, name].validation, default=None)
 
     def facts(self, loss: str) -> dict[str, dict]:
