@@ -23,10 +23,10 @@ first: they are the method. What the loop calls follows: the run's folder and lo
 rewards, the reference, log-probs, ranks and checkpoints, and finally the command line.
 
 Three policies appear throughout. The **old policy** drew the current rollouts. The **reference** is what the
-log-ratio of humanline, and the KL, are measured against. The **sampler** is whatever model produced a
-completion: the old policy, or a model that we know nothing about.
+log-ratio is measured against, except online without syncs, where that is the old policy; and the KL. The
+**sampler** μ is whatever model produced a completion: the old policy, or a model that we know nothing about.
 
-Left out on purpose: a value model, a second model in memory, tensor and pipeline parallelism, quantized
+Left out on purpose: a value model, a second model on the GPU, tensor and pipeline parallelism, quantized
 weights, images, tools, and several turns within one rollout.
 """
 
@@ -79,7 +79,8 @@ if __name__ == "__main__":  # Ctrl-C during the imports below prints no tracebac
 
 import torch
 import torch.distributed as dist
-# Imported here, because after join_ranks its default arguments would keep the process group alive for ever.
+# Imported before join_ranks: its functions bind the default process group when they are defined, and would
+# keep it from being destroyed.
 import torch.distributed.nn
 import torch.nn.functional as F
 import psutil
@@ -127,15 +128,16 @@ class Config:
     trust_remote_code: bool = False  # Run code that comes with the model or tokenizer.
     lora: int = 0
     """Train LoRA adapters of this rank, such as 16 (needs peft). The base model is frozen, and kept in bf16
-    unless --dtype float32. 0: train all weights. Adapters that --model already has are merged first."""
+    where --dtype is mixed or bfloat16. 0: train all weights. Adapters that --model already has are merged
+    first."""
     lora_alpha: int = 32  # LoRA's alpha: the adapters' output is scaled by alpha / rank.
 
-    # Humanline: two parts, which can be switched together or one by one.
+    # Humanline: two parts, which can be turned off together or separately.
     humanline: bool = True  # Use syncing and perception. --no-humanline turns both off.
     sync_k: int = 24
     """Set the reference to the policy every k steps; 0: never. Tune it together with --lr: offline on tiny
-    models 24 or 128 was best, rarer for DPO and KTO than for GRPO, and 8 or less often collapsed. The paper
-    recommends 12 to 24 for mathematics, where 1 collapsed; its authors use 1 for instructions."""
+    models, 24 or 128 was best for GRPO and 128 for DPO and KTO; with 8 or less, runs often collapsed. The
+    paper recommends 12 to 24 for mathematics, where 1 collapsed; its authors use 1 for instructions."""
     perception: Literal["clip", "sample", "none"] = "clip"  # What is done to log-ratios before the loss.
     log_eps_p: float = -1.5  # Lower bound of the clip, in nats.
     log_eps_r: float = 1.5  # Upper bound of the clip, in nats.
@@ -147,8 +149,8 @@ class Config:
     # Not in the paper: against collapse on off-policy data (other models' completions, or old rollouts),
     # where each sync allows worse completions to be pushed down further, without limit.
     positive_only: bool = False
-    """GRPO and KTO: train on better completions alone, those with a positive advantage or desirable, as in
-    RAFT++ (Xiong et al. 2025)."""
+    """Train only on better completions, as in RAFT++ (Xiong et al. 2025): those with a positive advantage
+    (GRPO) or desirable ones (KTO). The others count as 0 in the mean."""
     rpo_alpha: float = 0.0
     """DPO: add this times the mean negative log-prob of the chosen completion's tokens (RPO, Pang et al.
     2024)."""
@@ -164,7 +166,8 @@ class Config:
     kl_beta: float = 0.0  # GRPO: weight of the KL to the reference (plain: the initial policy).
     average: Literal["token", "sequence", "constant"] = "token"
     """GRPO. token: mean over all completion tokens of the batch. sequence: mean over each sequence's tokens,
-    then over sequences. constant: each sequence's sum divided by --max-new-tokens (Dr. GRPO)."""
+    then over sequences. constant: each sequence's sum divided by --max-new-tokens, then the mean over
+    sequences (Dr. GRPO)."""
 
     # Where the completions come from.
     sample_every: int = 0
@@ -183,7 +186,8 @@ class Config:
     # The loop.
     steps: int | None = None  # Optimizer steps. Default: one pass over the data.
     batch_size: int | None = None
-    """Groups (GRPO), pairs (DPO) or examples (KTO) per step, over all ranks. Default: 32, for KTO 64."""
+    """Groups (GRPO), pairs (DPO; online prompts) or examples (KTO) per step, over all ranks. Default: 32, for
+    KTO 64."""
     lr: float | None = None  # Peak learning rate of AdamW. Default: 1e-6, or 1e-5 with --lora.
     warmup: float = 0.1  # Fraction of steps of linear warmup; the learning rate is constant afterwards.
     weight_decay: float = 0.0  # Weight decay of AdamW.
@@ -200,7 +204,7 @@ class Config:
     shard: bool = False
     """Shard weights, gradients and optimizer state over the ranks (FSDP2). While sampling, each rank holds
     the whole model."""
-    seed: int = 0  # Seed of all randomness. Sampling also depends on the number of ranks.
+    seed: int = 0  # Seed of all randomness. Sampling also depends on ranks and --sample-tokens.
 
     # Output.
     out: str | None = None  # Folder of the run. Default: a new one under runs/.
@@ -218,7 +222,8 @@ class Config:
     def __post_init__(self):
         """Resolve defaults that depend on other settings, check all values, and derive what they imply."""
         default = {field.name: field.default for field in dataclasses.fields(self)}
-        self.given = {name: value for name, value in vars(self).items() if value != default[name]}  # was set
+        # What differs from its default.
+        self.given = {name: value for name, value in vars(self).items() if value != default[name]}
         require(self.loss in LOSSES, f"--loss {self.loss}: {suggest(self.loss, LOSSES)}")
         loss = LOSSES[self.loss]
         if not self.humanline or not loss.needs_reference:
@@ -271,7 +276,7 @@ def humanline_clip(log_ratio: Tensor, log_eps_p: float = -1.5, log_eps_r: float 
 def humanline_verdicts(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, gamma_r: float = 0.01,
                        beta_p: float = 1.0, beta_r: float = 1.0,
                        generator: torch.Generator | None = None) -> Tensor:
-    """Humanline sampling (Definition 4.2): a token is kept if a person's perception would have produced it.
+    """Humanline sampling (Definition 4.2): keep each token with the probability that a person perceives it.
 
     Draw B_P ~ Beta(γ_P, β_P) and B_R ~ Beta(γ_R, β_R) for each token, and reject it if exp(d) < M_P B_P or
     exp(-d) < M_R B_R, where M_P and M_R are the largest exp(d) and exp(-d) among the batch's completion
@@ -279,7 +284,7 @@ def humanline_verdicts(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, ga
 
         perceived = torch.where(verdicts != 0, log_ratio.detach(), log_ratio)
 
-    As the Betas concentrate on their means m_P and m_R, the gradient becomes that of clipping to
+    In the limit where the Betas concentrate at their means m_P and m_R, the gradient is that of clipping to
     [log(M_P m_P), -log(M_R m_R)] (Theorem 4.3).
 
     Args:
@@ -320,44 +325,36 @@ def dpo_loss(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, beta: float =
     return -F.logsigmoid(beta * (chosen_log_ratio.sum(-1) - rejected_log_ratio.sum(-1)))
 
 def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: float = 0.1,
-             desirable_weight: Tensor | float = 1.0, undesirable_weight: Tensor | float = 1.0) -> Tensor:
+             weights: Tensor | float = 1.0) -> Tensor:
     """λ_D (1 - σ(β (Σ_t d̃_t - z₀))) if desirable, else λ_U (1 - σ(β (z₀ - Σ_t d̃_t))): (N,) losses
     (Ethayarajh et al. 2024, eq. 8).
 
     Args:
         log_ratio: (N, T) token log-ratios in nats, zero at masked positions.
         desirable: (N,) booleans.
-        kl: z₀ >= 0, the reference point, in nats: one number for the whole batch. It is detached.
-        desirable_weight, undesirable_weight: λ_D and λ_U, one number or (N,).
+        kl: z₀ >= 0, the reference point, in nats: one number for the whole batch, without a gradient.
+        weights: λ_D of desirable examples and λ_U of the others: (N,), or one number for all.
     """
-    if isinstance(kl, Tensor):
-        kl = kl.detach()
     gain = beta * (log_ratio.sum(-1) - kl)
-    is_desirable = desirable.bool()
     # 1 - σ(x) = σ(-x), which stays precise when σ(x) is close to 1.
-    loss = torch.sigmoid(torch.where(is_desirable, -gain, gain))
-    return torch.where(is_desirable, desirable_weight * loss, undesirable_weight * loss)
+    return weights * torch.sigmoid(torch.where(desirable, -gain, gain))
 
-def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 0.01, scale: bool = True) -> Tensor:
+def group_advantages(rewards: Tensor, eps: float = 0.01, scale: bool = True) -> Tensor:
     """A_i = (r_i - mean) / (std + eps) within each group, population standard deviation (Shao et al. 2024).
-    Returns (N,) advantages, which are 0 in a group whose rewards are all equal.
+    Returns (..., G) advantages, which are 0 in a group whose rewards are all equal.
 
     Args:
-        rewards: (N,) floats.
-        group_ids: (N,) integers; equal ids form a group, in any order.
+        rewards: (..., G) floats, those of a group in the last dimension.
         scale: False omits the division (Dr. GRPO, Liu et al. 2025).
 
-    >>> group_advantages(torch.tensor([1.0, 0.0, 7.0, 7.0]), torch.tensor([3, 3, 5, 5]))
-    tensor([ 0.9804, -0.9804,  0.0000,  0.0000])
+    >>> group_advantages(torch.tensor([[1.0, 0.0], [7.0, 7.0]]))
+    tensor([[ 0.9804, -0.9804],
+            [ 0.0000,  0.0000]])
     """
-    _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
-    zeros = rewards.new_zeros(len(counts))
-    means = zeros.index_add(0, index, rewards) / counts
-    centred = rewards - means[index]
+    centred = rewards - rewards.mean(-1, keepdim=True)
     if not scale:
         return centred
-    std = (zeros.index_add(0, index, centred**2) / counts).sqrt()
-    return centred / (std[index] + eps)
+    return centred / (rewards.std(-1, correction=0, keepdim=True) + eps)
 
 def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor, epsilon: float = 0.2,
               kl_beta: float = 0.0, epsilon_high: float | None = None) -> Tensor:
@@ -422,7 +419,7 @@ Packed = list[Sequence]  # sequences with the same prompt in one row of the forw
 @dataclass
 class Microbatch:
     """The record of a step: N sequences that go through the policy together, and every quantity that a loss
-    may use, filled in from top to bottom. In pairs, chosen and rejected alternate. Each row of an (N, T)
+    may read, filled in from top to bottom. In pairs, chosen and rejected alternate. Each row of an (N, T)
     tensor is a completion, aligned to the left and followed by zeros. Log-probs are in nats."""
 
     # Known before the forward pass.
@@ -458,8 +455,8 @@ def best_against_worst(group: Group) -> list[list[Sequence]]:
     return [[group.sequences[group.rewards.index(reward)] for reward in (best, worst)]]
 
 def above_and_below_mean(group: Group) -> list[list[Sequence]]:
-    """KTO: each completion is an example, which is desirable if its label says so or its reward is above the
-    group's mean. A group whose rewards are all equal gives none."""
+    """KTO: each completion is an example. `make_units` has marked those above the group's mean as desirable;
+    a label overrides that. A group whose rewards are all equal gives none."""
     if group.labelled:
         group.sequences[0].is_chosen = group.rewards[0] > 0.5
     elif max(group.rewards) == min(group.rewards):
@@ -478,7 +475,7 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
             sequence.kto_weight = config.desirable_weight or balanced
 
 def compute_dpo(x: Microbatch, config: Config) -> Tensor:
-    log_implicit_rewards(x, config)
+    note_implicit_rewards(x, config)
     losses = dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
     if config.rpo_alpha:
         nll = -(x.logps.sum(-1) / x.mask.sum(-1))[0::2]  # of the chosen
@@ -486,11 +483,11 @@ def compute_dpo(x: Microbatch, config: Config) -> Tensor:
     return losses
 
 def compute_kto(x: Microbatch, config: Config) -> Tensor:
-    log_implicit_rewards(x, config)
-    return kto_loss(x.perceived, x.is_chosen, x.z0, config.beta, x.kto_weights, x.kto_weights)
+    note_implicit_rewards(x, config)
+    return kto_loss(x.perceived, x.is_chosen, x.z0, config.beta, x.kto_weights)
 
-def log_implicit_rewards(x: Microbatch, config: Config) -> None:
-    """Log β Σ_t d̃_t, the mean of the chosen or desirable completions and that of the others."""
+def note_implicit_rewards(x: Microbatch, config: Config) -> None:
+    """Record as metrics the mean of β Σ_t d̃_t of the chosen or desirable completions, and of the others."""
     reward = config.beta * x.perceived.detach().sum(-1)
     x.metrics["reward_chosen"] = reward, x.is_chosen
     x.metrics["reward_rejected"] = reward, ~x.is_chosen
@@ -517,7 +514,6 @@ class Loss:
     set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None  # λ of KTO
     needs_reference: bool = True  # reads x.d or x.perceived; if False, there is nothing to sync or perceive
     needs_mismatched: bool = False  # reads x.z0, from prompts with the completion of another prompt
-    needs_sampler: bool = False  # reads x.sampler_logps; if unknown, they are the initial policy's
     needs_all: bool = False  # also has a gradient where the advantage is 0
 
 LOSSES = {
@@ -553,7 +549,6 @@ def train(config: Config) -> "Run":
         optimizer = torch.optim.AdamW(trained(policy).values(), config.lr, eps=config.adam_eps,
                                       weight_decay=config.weight_decay, fused=True)
         reference = Reference(policy, batches, config)
-        score_by_sampler(policy, batches, config)
         warmup = math.ceil(config.warmup * batches.steps)
         run.begin(sampler, batches, optimizer, reference)  # makes the folder, and resumes
 
@@ -571,7 +566,7 @@ def train(config: Config) -> "Run":
                 batches.make(last, rollouts)
                 report["sample_seconds"] = time.perf_counter() - started
                 report |= run.keep_rollouts("rollouts.jsonl", rollouts, rows, step)
-                if config.ratio_to_old and last > step:  # for one step they are equal
+                if config.ratio_to_old and last > step:  # for one step, the policy is the old policy
                     attach_logps("old_logps", policy, batches.pending, config)
 
             # Forward, perceive, loss, backward, one microbatch at a time: the next function.
@@ -634,7 +629,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             total_loss += mean_loss.detach()
             add_metrics(totals, x, config)
 
-    # Sum over all ranks. Every parameter needs a gradient, even on a rank that had nothing to do.
+    # Sum over all ranks. Every parameter needs a gradient, even if this rank had no microbatch.
     parameters = [p for p in policy.parameters() if p.requires_grad]
     for p in parameters:
         if p.grad is None:
@@ -691,14 +686,13 @@ def perceive(log_ratio: Tensor, x: Microbatch, config: Config) -> tuple[Tensor, 
         low = config.log_eps_p
         high = config.log_eps_r
         return humanline_clip(log_ratio, low, high), log_ratio < low, log_ratio > high
-    verdicts = torch.zeros_like(log_ratio, dtype=torch.int8)
-    if config.perception == "sample" and x.verdicts is not None:  # those of z₀ have none
-        verdicts = x.verdicts
+    verdicts = torch.zeros_like(log_ratio) if x.verdicts is None else x.verdicts  # z₀'s sequences have none
     perceived = torch.where(verdicts != 0, log_ratio.detach(), log_ratio)
     return perceived, verdicts < 0, verdicts > 0
 
 def share_of_mean(losses: Tensor, x: Microbatch, batch: "Batch", config: Config) -> Tensor:
-    """The contribution of a microbatch to the mean loss of the whole batch."""
+    """The contribution of a microbatch to the mean loss of the whole batch. Idle sequences count in the
+    denominator: their loss is 0, not absent."""
     count = len(batch.sequences)
     if losses.dim() == 1:  # a loss for each pair or example
         if LOSSES[config.loss].unit == "pair":
@@ -711,9 +705,9 @@ def share_of_mean(losses: Tensor, x: Microbatch, batch: "Batch", config: Config)
     tokens = sum(len(sequence.completion) for sequence in batch.sequences)
     return (losses * x.mask).sum() / tokens
 
-def log_ratios_before(policy: Module, sequences: list[Sequence], batch: "Batch",
+def log_ratios_without_gradient(policy: Module, sequences: list[Sequence], batch: "Batch",
                       config: Config) -> Microbatch:
-    """The record of these sequences up to the log-ratio, without gradients, on the CPU of every rank."""
+    """The record of these sequences up to their log-ratios, without gradients, on the CPU of every rank."""
     x = make_microbatch([[sequence] for sequence in sequences], torch.device("cpu"), batch.step)
     x.logps = pad_sequence(sequence_logps(policy, sequences, config), batch_first=True)
     take_log_ratios(x, config)
@@ -724,7 +718,7 @@ def decide_verdicts(policy: Module, batch: "Batch", config: Config) -> None:
     the whole batch."""
     if not batch.sequences:  # no group had a difference in rewards
         return
-    x = log_ratios_before(policy, batch.sequences, batch, config)
+    x = log_ratios_without_gradient(policy, batch.sequences, batch, config)
     d = x.log_ratio[x.mask]
     generator = torch.Generator().manual_seed(seed_for(config.seed, "reject", batch.step))
     verdicts = humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), config.gamma_p, config.gamma_r,
@@ -738,7 +732,7 @@ def kto_reference_point(policy: Module, batch: "Batch", config: Config) -> Tenso
     is_policy = config.ratio_to_old and all(sequence.old_logps is None for sequence in batch.mismatched)
     if is_policy or not batch.mismatched:  # the log-ratio of the policy with itself is 0
         return torch.zeros((), device=policy.device)
-    x = log_ratios_before(policy, batch.mismatched, batch, config)
+    x = log_ratios_without_gradient(policy, batch.mismatched, batch, config)
     perceived, _, _ = perceive(x.log_ratio, x, config)
     z0 = perceived.sum(-1).mean().clamp(min=0)
     return z0.to(policy.device)
@@ -767,7 +761,6 @@ def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: T
     if z0 is not None:
         report["z0"] = float(z0)
     return report
-
 
 # ---------- The run -----------------------------------------------------------------------------------------
 
@@ -799,9 +792,8 @@ class Run:
         self.checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
 
     def check_rows(self, rows: list["Row"]) -> None:
-        """Read --eval-data, and check that all ranks have the same rows, files and settings."""
+        """Read --eval-data, and check that all ranks have the same rows and settings."""
         config = self.config
-        self.rows = rows
         held_out = read_rows(config.eval_data, config, "--eval-data") if config.eval_data else []
         self.eval_rows = held_out[: config.eval_prompts]
         prompts = {str(row.prompt) for row in rows}
@@ -812,7 +804,7 @@ class Run:
         self.fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # must be the same on resume
         files = [*Path(config.model).glob("*.safetensors")]
         for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
-            file = Path(spec.rpartition(":")[0])
+            file = Path(spec.rpartition(":")[0])  # of "exact": the working folder, which is not hashed
             require(file.exists(), f"{flag} {spec}: No such file: {file}; write FILE.py:function")
             files.append(file)
         self.fingerprint += from_first_rank(lambda: str(hashes(files)))
@@ -833,7 +825,7 @@ class Run:
         if config.sampler != "generate":
             path, _, name = config.sampler.rpartition(":")
             with explained(f"--sampler {config.sampler}", "see the docstring of configs/external.py"):
-                sampler.external = runpy.run_path(path)[name](self).__call__  # None has none
+                sampler.external = runpy.run_path(path)[name](self).__call__  # fails for None
         first = 1
         if self.checkpoint:
             first += load_checkpoint(self.checkpoint, optimizer, reference)
@@ -902,7 +894,8 @@ class Run:
     def log(self, line: dict) -> None:
         """Write the report of a step to metrics.jsonl, --track and the progress bar, and print warnings.
         Raises UserError if an external sampler with the same weights gives other log-probs."""
-        # With --top-p below 1 they are of the nucleus alone, and larger by up to -log(top_p).
+        # With --top-p below 1, the sampler's log-probs are renormalized over the nucleus, and so larger by up
+        # to -log(top_p).
         limit = SAMPLER_GAP - math.log(self.config.top_p)
         gap = line.get("sampler_gap", 0.0)
         if gap > limit and (line["step"] - 1) % self.config.sample_every == 0:
@@ -938,11 +931,11 @@ LINES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # each line 
 class Watch:
     """Warnings about what the metrics show, each printed once per run. A collapse is suspected when the mean
     over 12 steps of -log π_θ of the better completions has risen to twice its minimum, and by 0.3 nats per
-    completion: then the policy unlearns them along with the worse ones."""
+    completion: a sign that pushing down the worse completions also pushes down the better ones."""
 
     def __init__(self):
         self.warned = set()
-        self.length = 0.0  # of completions in the first batch, as growing longer is no collapse
+        self.length = 0.0  # of completions in the first batch: longer ones later are no collapse
         self.wanted = deque(maxlen=12)
         self.best = -math.inf
 
@@ -1037,7 +1030,8 @@ def note_signals(stack: contextlib.ExitStack) -> list[int]:
 
 @contextlib.contextmanager
 def explained(what: str, advice: str, **advice_by_word: str) -> Iterator[None]:
-    """Turn an exception of library code into one line: `what` failed, why, and what to do about it."""
+    """Turn an exception of library code into one line: `what` failed, why, and what to do about it. If the
+    text of the exception contains the name of a keyword argument, its value is the advice."""
     try:
         yield
     except UserError:
@@ -1076,8 +1070,8 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             add_adapters(policy, config)
         switch_off_dropout(policy)
         if config.checkpoint_activations:
-            older_name = policy.gradient_checkpointing_enable
-            getattr(policy, "activation_checkpointing_enable", older_name)(dict(use_reentrant=False))
+            older_method = policy.gradient_checkpointing_enable
+            getattr(policy, "activation_checkpointing_enable", older_method)(dict(use_reentrant=False))
         layer_names = policy._no_split_modules or ()
         layers = [module for module in policy.modules() if type(module).__name__ in layer_names]
         if config.compile:
@@ -1158,7 +1152,7 @@ def shard(policy: Module, layers: list[Module], device: torch.device, config: Co
 
 @torch.no_grad()
 def check_output_head(policy: Module, config: Config) -> None:
-    """Raises UserError if `log_probs` does not agree with the log-softmax of the model's own logits."""
+    """Raises UserError unless `log_probs` agrees with the log-softmax of the model's own logits."""
     ids = torch.arange(8, device=policy.device)[None] % policy.config.get_text_config().vocab_size
     sequence = Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
@@ -1181,7 +1175,7 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
     if set(kinds) != {"full_attention"} or text._attn_implementation != "sdpa":
         return False
     pair = [Sequence([1, 2, 3, 4], [5, 6, 7]), Sequence([1, 2, 3, 4], [7, 6])]
-    with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):  # it may raise anything
+    with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):  # some reject such masks
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
             in_one_row = log_probs(policy, [pair])
             in_own_rows = log_probs(policy, [[sequence] for sequence in pair])
@@ -1226,7 +1220,7 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
             continue
         key = number
         if "prompt_id" in fields and len(row.rewards) == 1 and not row.labelled:  # one completion of a group
-            key = f"{fields['prompt_id']} {row.prompt}"  # two runs may share an id
+            key = f"{fields['prompt_id']} {row.prompt}"  # files from two runs may use the same prompt_id
         first = rows.setdefault(key, row)
         if first is not row:
             first.completions += row.completions
@@ -1304,11 +1298,11 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         row.prompt = read_messages(columns["prompt"], "user", where)
     if "tokens" in columns and "logps" in columns:  # a line of rollouts.jsonl
         ids, logps = columns["tokens"], columns["logps"]
-        is_right = len(ids) == len(logps) > 0 <= min(ids) and max(logps) < 0.01
+        is_right = ids and len(ids) == len(logps) and min(ids) >= 0 and max(logps) < 0.01
         require(is_right, f"{where}: 'tokens' and 'logps' must be token ids and as many log-probs")
         row.completions = answers
         row.tokens = [ids]
-        if columns.get("temperature", 1) == columns.get("top_p", 1) == 1:  # as log π_θ is computed offline
+        if columns.get("temperature", 1) == columns.get("top_p", 1) == 1:  # offline, log π_θ is at T = 1
             row.logps = [logps]
     elif answers:
         dialogues = [read_messages(answer, "assistant", where) for answer in answers]
@@ -1330,7 +1324,7 @@ def find_answers(columns: dict, where: str) -> tuple[list, list[float]]:
     answers, rewards = [], []
     if "completions" in columns:
         answers = columns["completions"]
-        rewards = columns["scores"]
+        rewards = list(columns["scores"])
     elif "chosen" in columns:
         answers = [columns["chosen"], columns["rejected"]]
         rewards = [columns["label"] if "output_A" in columns else 1, 0]  # HALOs: 1 if A is better
@@ -1481,8 +1475,8 @@ def place_answer(tokenizer: Any, row: Row, start: str, answer: str) -> str:
     """Format a prompt with its answer. If the chat template drops the thought of the answer (DeepSeek-R1) or
     the system message (Mistral), append the answer to `start` instead."""
     whole = render(tokenizer, row.prompt + [dict(role="assistant", content=answer)])
-    has_thought_opened = whole.startswith(start) or "</think>" not in answer
-    if has_thought_opened and answer.strip() in whole and is_written(row.prompt, whole):
+    keeps_thought = whole.startswith(start) or "</think>" not in answer
+    if keeps_thought and answer.strip() in whole and is_written(row.prompt, whole):
         return whole
     if answer.startswith("<think>"):
         start = start.removesuffix("<think>\n")
@@ -1503,8 +1497,8 @@ class Batch:
     no_difference: float | None = None  # share of these groups whose rewards are all equal
 
 class Batches:
-    """The batches of a run, in order. Offline they are a function of the step; online they are made from
-    rollouts. `pending` holds batches that were made but not yet trained on."""
+    """The batches of a run, in order. Offline they are a function of --seed and the step; online they are made
+    from rollouts. `pending` holds batches that were made but not yet trained on."""
 
     def __init__(self, config: Config, groups: list[Group], max_positions: int):
         self.config = config
@@ -1562,6 +1556,7 @@ class Batches:
                 start = (step - first) * self.per_step
                 groups = rollouts[start : start + self.per_step]
                 units = [unit for group in groups for unit in group.units]
+            # Copies, because in another epoch they have another reference.
             sequences = [dataclasses.replace(sequence) for unit in units for sequence in unit]
             mismatched = self.mismatch(sequences) if self.loss.needs_mismatched else []
             no_difference = None
@@ -1578,7 +1573,7 @@ class Batches:
             for other in sequences[i + 1 :] + sequences[:i]:
                 if other.prompt != sequence.prompt:
                     completion = other.completion[: self.max_positions - len(sequence.prompt)]
-                    mismatched.append(Sequence(sequence.prompt, completion, is_chosen=sequence.is_chosen))
+                    mismatched.append(Sequence(sequence.prompt, completion))
                     break
         return mismatched
 
@@ -1586,13 +1581,12 @@ def make_units(groups: list[Group], config: Config) -> None:
     """Turn the completions of each group into sequences with advantages, and these into the units of the
     loss."""
     loss = LOSSES[config.loss]
-    # M_P and M_R of --perception sample are maxima over all tokens.
+    # M_P and M_R of --perception sample are maxima over all tokens, so it needs every token's d.
     needs_all = (loss.needs_all or loss.unit != "group" or config.kl_beta > 0
                  or config.perception == "sample")
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
-        one_group = torch.zeros(len(rewards), dtype=torch.long)
-        advantages = group_advantages(rewards, one_group, scale=config.scale_rewards)
+        advantages = group_advantages(rewards, scale=config.scale_rewards)
         advantages[advantages.abs() < 1e-9] = 0  # rounding errors
         if config.positive_only:
             advantages.clamp_(min=0)
@@ -1666,7 +1660,7 @@ class Sampler:
 
     def check_completions(self, drawn: list[Completion], count: int) -> list[Completion]:
         """Check what a --sampler returned. Raises ValueError unless it is `count` completions, each a list of
-        token ids that ends with the first stop token or is --max-new-tokens long, and their log-probs."""
+        token ids that ends at its first stop token or is --max-new-tokens long, and their log-probs."""
         completions = []
         for ids, logps in drawn:
             whole = cut_at_stop([*ids, self.stop_ids[0]], self.stop_ids)[: self.config.max_new_tokens]
@@ -1820,7 +1814,7 @@ def find_stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     return [first, *sorted(stops - {first})]
 
 # ---------- Rewards -----------------------------------------------------------------------------------------
-# A number for each completion. A failure gives its sample 0 and does not stop the run.
+# A number for each completion. A failure counts as 0, and stops the run only if no sample has had a reward.
 
 CONFIGS = Path(__file__).with_name("configs")
 NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # a row needs one of them
@@ -1872,7 +1866,7 @@ class Reward:
         """The reward of each sample, or the reason why it failed; stops after three timeouts in a row."""
         values, late = [], 0
         for sample in zip(*samples):
-            if late < 3:
+            if late < 3:  # afterwards every sample keeps the last timeout as its reason
                 try:
                     [value] = self.function(*([part] for part in sample))
                 except Exception as error:
@@ -1954,13 +1948,13 @@ class FunctionProcess:
 class Reference:
     """π_ref, an earlier policy, and its log-probs. There is no second model.
 
-    The weights of the reference (with LoRA, its adapters) are kept in host memory. Before a step, they are
-    swapped into the policy for one pass over the batch. This works for any rule by which the reference
-    follows the policy: write another `sync`, call it when you like, and pass lookahead=False.
+    Usually there is nothing to keep: at a sync the reference *is* the policy, so one pass of the policy gives
+    the log-probs of all batches up to the next sync (lookahead). If some of these batches are still to be
+    sampled, the weights of the reference (with LoRA, its adapters) are kept in host memory, and swapped into
+    the policy once for all batches of the same rollouts.
 
-    Lookahead avoids most of this work. At a sync the reference *is* the policy, so if the next sync is known,
-    one pass of the policy gives the log-probs of all batches before it. Weights are kept only if some of
-    these batches are still to be sampled, and then swapped in once for all batches of the same rollouts."""
+    lookahead=False keeps the weights always, and swaps them in before each step. This works for any rule by
+    which the reference follows the policy: write another `sync`, and call it when you like."""
 
     def __init__(self, policy: Module, batches: Batches, config: Config, lookahead: bool = True):
         self.policy, self.batches, self.config, self.lookahead = policy, batches, config, lookahead
@@ -2006,14 +2000,6 @@ class Reference:
             present = part.to("cpu", copy=True)
             part.copy_(self.weights[i])
             self.weights[i] = present
-
-def score_by_sampler(policy: Module, batches: Batches, config: Config) -> None:
-    """Attach log μ to offline sequences. If the sampler is unknown, the initial policy stands in for it."""
-    if LOSSES[config.loss].needs_sampler and not config.sample_every:
-        sequences = itertools.chain(*(unit for unit, _ in batches.pool))
-        unknown = [sequence for sequence in sequences if sequence.sampler_logps is None]
-        for sequence, logps in zip(unknown, sequence_logps(policy, unknown, config)):
-            sequence.sampler_logps = logps
 
 def attach_logps(name: Literal["ref_logps", "old_logps"], policy: Module, batches: Iterable[Batch],
                  config: Config) -> None:
@@ -2079,30 +2065,31 @@ def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
     """For each rank a list of microbatches, each a list of rows of the forward pass. All ranks compute the
     same result.
 
-    The two halves of a pair stay together. Neighbours with the same prompt share a row, which computes the
-    prompt once, but attention covers the whole row. In rows of up to three times the prompt, that is at most
-    9/8 of the attention of separate rows, and up to 256 tokens it hardly matters; longer rows do not pay."""
+    The two halves of a pair stay together. Adjacent sequences with the same prompt share a row, so the prompt
+    is computed once. Each token then also pays for the masked attention to its neighbours: at most 9/8 of
+    that of separate rows while the row is no longer than three prompts, and little up to 256 tokens."""
     in_pairs = LOSSES[config.loss].unit == "pair"
     width = lambda row: len(row[0].prompt) + sum(len(sequence.completion) for sequence in row)
-    units = []  # what stays together: one row, or both rows of a pair
+    blocks = []  # what stays together: one row, or both rows of a pair
     for i, sequence in enumerate(sequences):
         is_second = in_pairs and i % 2 == 1
-        row = units[-1][-1] if is_second or (units and not in_pairs) else []
+        # The row that this sequence may join: that of the first of its pair, or the last one.
+        row = blocks[-1][-1] if is_second or (blocks and not in_pairs) else []
         longest = min(config.microbatch_tokens, max(3 * len(sequence.prompt), 256))
         is_neighbour = config.shares_prompts and row and row[0].prompt == sequence.prompt
         if is_neighbour and width([*row, sequence]) <= longest:
             row.append(sequence)
         elif is_second:
-            units[-1].append([sequence])
+            blocks[-1].append([sequence])
         else:
-            units.append([[sequence]])
-    units.sort(key=lambda unit: sum(map(width, unit)), reverse=True)
+            blocks.append([[sequence]])
+    blocks.sort(key=lambda block: sum(map(width, block)), reverse=True)
     cuts = []
     for i in range(WORLD_SIZE):  # in turn, so that ranks have similar work
-        share = units[i::WORLD_SIZE]
-        widths = [max(map(width, unit)) for unit in share]
-        packed = pack(widths, config.microbatch_tokens, heights=[len(unit) for unit in share])
-        cuts.append([[row for place in places for row in share[place]] for places in packed])
+        mine = blocks[i::WORLD_SIZE]
+        widths = [max(map(width, block)) for block in mine]
+        packed = pack(widths, config.microbatch_tokens, heights=[len(block) for block in mine])
+        cuts.append([[row for place in places for row in mine[place]] for places in packed])
     return cuts
 
 def pack(widths: list[int], tokens: float, heights: list[int] | None = None) -> list[list[int]]:
@@ -2278,7 +2265,7 @@ class TokenLogps(torch.autograd.Function):
 
 # ---------- Ranks -------------------------------------------------------------------------------------------
 # torchrun starts one process per GPU; without it there is one process. Every rank knows every whole batch
-# (token ids are small) and works on its share, so ranks exchange only sums.
+# (token ids are small) and works on its share; ranks exchange sums, and rollouts with their rewards.
 
 RANK, WORLD_SIZE = 0, 1  # set by `join_ranks`
 
@@ -2292,7 +2279,7 @@ def join_ranks() -> torch.device:
         require(device.index < count, f"rank {device.index} has no GPU; pass --nproc_per_node {count}")
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        # A prefix for each restart, because torchrun's store still holds the addresses of the old processes.
+        # Each restart needs its own prefix: torchrun's store still holds the addresses of the old processes.
         store, this_rank, ranks = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -2335,7 +2322,6 @@ def seed_for(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
 
 
-
 @torch.no_grad()
 def copy_full(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded."""
@@ -2345,7 +2331,7 @@ def copy_full(target: Tensor, value: Tensor) -> None:
     target.copy_(value)
 
 # ---------- Checkpoints and the final folder ----------------------------------------------------------------
-# A folder is written under another name and renamed, with a hash of every file. No pickles.
+# A folder is written under another name and then renamed; a checkpoint has a hash of every file. No pickles.
 
 def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference, step: int) -> None:
     """Write everything that the next step depends on, and remove old checkpoints beyond --keep. Rank 0 writes
@@ -2422,7 +2408,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 def hashes(paths: Iterable[Path]) -> dict[str, str]:
-    """SHA-256 of all that are files, by name."""
+    """SHA-256 of each regular file, by name."""
     by_name = {}
     for path in sorted(paths):
         if path.is_file():
@@ -2457,7 +2443,7 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
         warn(f"{path}: {damage}; trying the previous one")
     return None
 
-# Settings that may change on resume: what is written, and what does not affect the result.
+# Settings that may change on resume: what is written, and what affects the result by rounding alone.
 FREE_ON_RESUME = ("out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
                   "microbatch_tokens compile shard checkpoint_activations track").split()
 
@@ -2486,7 +2472,7 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
             f"--resume {path}: --data, the weights or chat template of --model, or the file of --reward or "
             "--sampler have changed since; restore them")
 
-    if state["has_reference"]:
+    if state["has_reference"]:  # through the policy, which knows how it is sharded; its own weights come next
         for name, p in trained(policy).items():
             copy_full(p, tensors.get_tensor(f"reference:{name}"))
         reference.weights = [part.to("cpu", copy=True) for part in reference.parts]

@@ -98,8 +98,7 @@ def make_units_with_prior(groups: list[Group], config: Config) -> None:
         return
     mean_reward = fmean([fmean(group.rewards) for group in groups])
     for group in groups:
-        rewards = torch.tensor([*group.rewards, mean_reward], dtype=torch.float64)
-        advantages = group_advantages(rewards, torch.zeros(len(rewards), dtype=torch.long))
+        advantages = group_advantages(torch.tensor([*group.rewards, mean_reward], dtype=torch.float64))
         advantages[advantages.abs() < 1e-9] = 0
         for sequence, advantage in zip(group.sequences, advantages.tolist()):
             sequence.advantage = advantage
@@ -110,18 +109,34 @@ def make_units_with_prior(groups: list[Group], config: Config) -> None:
 humanline.make_units = make_units_with_prior
 
 
-def entry(like: str, compute: Callable[[Microbatch, Config], Tensor], **needs: bool) -> humanline.Loss:
-    return dataclasses.replace(LOSSES[like], compute=compute, **needs)
+class Reference(humanline.Reference):
+    """Offline, the initial policy stands in for a sampler that is unknown, for the losses that ask for its log-probs."""
+
+    def __init__(self, policy: torch.nn.Module, batches: humanline.Batches, config: Config):
+        super().__init__(policy, batches, config)
+        if config.loss.startswith(NEED_SAMPLER) and not config.sample_every:
+            sequences = [sequence for unit, _ in batches.pool for sequence in unit]
+            unknown = [sequence for sequence in sequences if sequence.sampler_logps is None]
+            for sequence, logps in zip(unknown, humanline.sequence_logps(policy, unknown, config)):
+                sequence.sampler_logps = logps
+
+
+NEED_SAMPLER = "grpo-mask", "grpo-topr", "grpo-taper", "dpo-taper", "kto-taper"
+humanline.Reference = Reference
+
+
+def entry(like: str, compute: Callable[[Microbatch, Config], Tensor]) -> humanline.Loss:
+    return dataclasses.replace(LOSSES[like], compute=compute)
 
 
 LOSSES |= {
-    "grpo-mask-0.1": entry("grpo", sequence_mask(0.1), needs_sampler=True),
-    "grpo-mask-0.5": entry("grpo", sequence_mask(0.5), needs_sampler=True),
-    "grpo-topr": entry("grpo", topr, needs_sampler=True),
+    "grpo-mask-0.1": entry("grpo", sequence_mask(0.1)),
+    "grpo-mask-0.5": entry("grpo", sequence_mask(0.5)),
+    "grpo-topr": entry("grpo", topr),
     "dpo-chosen": entry("dpo", chosen_alone),
     "dpo-positive": entry("dpo", dpo_positive),
-    "grpo-taper": entry("grpo", tapered("grpo"), needs_sampler=True),
-    "grpo-taper-prior": entry("grpo", tapered("grpo"), needs_sampler=True),
-    "dpo-taper": entry("dpo", tapered("dpo"), needs_sampler=True),
-    "kto-taper": entry("kto", tapered("kto"), needs_sampler=True),
+    "grpo-taper": entry("grpo", tapered("grpo")),
+    "grpo-taper-prior": entry("grpo", tapered("grpo")),
+    "dpo-taper": entry("dpo", tapered("dpo")),
+    "kto-taper": entry("kto", tapered("kto")),
 }
