@@ -122,7 +122,7 @@ def test_a_loss_is_an_entry_of_the_table(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_a_clip_whose_bounds_depend_on_is_chosen_is_one_place(tiny, tmp_path, loss):
+def test_a_clip_whose_bounds_depend_on_is_chosen_needs_one_edit(tiny, tmp_path, loss):
     changed = patched(tmp_path, SIGNED_CLIP)
     policy, _, config = policy_of(tiny, loss=loss)
     batch = random_batch(loss)
@@ -158,7 +158,7 @@ def test_the_mismatched_sequences_of_a_run_have_the_is_chosen_of_their_examples(
         assert [(sequence.prompt, sequence.is_chosen) for sequence in batch.mismatched] == chosen
 
 
-def test_it_is_right_on_two_ranks_sharded_and_on_a_rank_without_work(tiny, data_files, tmp_path):
+def test_that_clip_is_right_on_two_sharded_ranks_and_on_a_rank_without_work(tiny, data_files, tmp_path):
     changed = patched(tmp_path, SIGNED_CLIP)
     common = f"--model {tiny} --data {data_files['groups']} --steps 3 --lr 1e-3 --microbatch-tokens 40".split()
     cases = [["--loss", "kto", "--batch-size", "5"], ["--loss", "dpo", "--batch-size", "1"]]
@@ -182,7 +182,7 @@ def test_it_is_right_on_two_ranks_sharded_and_on_a_rank_without_work(tiny, data_
                 assert a["clamped_low"] + a["clamped_high"] + a["unclamped"] == pytest.approx(1)
 
 
-def test_a_sampler_of_ones_own_is_a_file(run, tmp_path):
+def test_a_custom_sampler_needs_one_file(run, tmp_path):
     path = tmp_path / "best.py"
     path.write_text(BEST_OF_TWO)
     folder = run(f"--sample-every 1 --steps 1 --batch-size 2 --sampler {path}:best_of_two")
@@ -191,7 +191,7 @@ def test_a_sampler_of_ones_own_is_a_file(run, tmp_path):
     assert len(lines) == 8 and line["sampler_gap"] < 1e-4  # what it said of log-probs is true
 
 
-def test_a_metric_is_a_line(tiny, tmp_path):
+def test_a_new_metric_needs_one_line(tiny, tmp_path):
     changed = patched(tmp_path, METRIC)
     policy, _, config = policy_of(tiny, loss="dpo")
     batch = random_batch("dpo")
@@ -204,7 +204,7 @@ def test_a_metric_is_a_line(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["--sync-k 1", "--no-humanline"])
-def test_a_kl_term_in_dpo_is_one_place_and_not_always_0_online(tiny, data_files, varied, tmp_path, mode):
+def test_a_kl_term_in_dpo_needs_one_edit_and_is_not_always_0_online(tiny, data_files, varied, tmp_path, mode):
     changed = patched(tmp_path, DPO_WITH_KL, DPO_SETTINGS)
     found = []
     for kl_beta in (0.0, 0.5):
@@ -218,7 +218,7 @@ def test_a_kl_term_in_dpo_is_one_place_and_not_always_0_online(tiny, data_files,
     assert with_kl[1]["grad_norm"] != without[1]["grad_norm"]
 
 
-def test_a_clip_that_anneals_is_one_place(tiny, tmp_path):
+def test_a_clip_that_anneals_needs_one_edit(tiny, tmp_path):
     changed = patched(tmp_path, ANNEALED_CLIP)
     policy, _, config = policy_of(tiny, loss="kto")
     batch = random_batch("kto")
@@ -264,7 +264,7 @@ def test_a_loss_can_use_log_probs_beside_the_log_ratio(tiny, monkeypatch):
     assert both - alone == pytest.approx(nll, rel=1e-5)
 
 
-def test_d_is_to_the_reference_and_log_ratio_to_the_old_policy(run, monkeypatch):
+def test_d_is_relative_to_the_reference_and_log_ratio_to_the_old_policy(run, monkeypatch):
     seen = []
 
     def compute(x, config):
@@ -285,7 +285,7 @@ def test_a_loss_can_learn_from_groups_without_a_difference(run, tmp_path, monkey
     assert all(line["no_difference"] == 1 and line["grad_norm"] > 0 for line in lines)
 
 
-def test_a_loss_of_ones_own_runs_on_the_demo_wherever_its_entry_stands(monkeypatch):
+def test_a_custom_loss_runs_on_the_demo_wherever_its_entry_is(monkeypatch):
     own = {name: Loss(simpo, LOSSES[like].make_units, LOSSES[like].unit, needs_reference=False)
            for name, like in (("a-pair", "dpo"), ("a-group", "grpo"))}
     monkeypatch.setattr(humanline, "LOSSES", own | LOSSES)
@@ -297,7 +297,7 @@ def test_a_loss_of_ones_own_runs_on_the_demo_wherever_its_entry_stands(monkeypat
 
 # The reference and the schedule.
 
-def test_the_ratio_of_whole_sequences_is_perceived_as_a_whole(tiny, tmp_path):
+def test_a_ratio_of_whole_sequences_is_clipped_per_sequence(tiny, tmp_path):
     changed = patched(tmp_path, GSPO)
     policy, _, config = policy_of(tiny, log_eps_p=-0.2, log_eps_r=0.3)
     batch = random_batch("grpo")
@@ -313,7 +313,7 @@ def test_the_ratio_of_whole_sequences_is_perceived_as_a_whole(tiny, tmp_path):
 
 @pytest.mark.parametrize("more", ["", "--sample-every 3"])
 @pytest.mark.parametrize("rule", ["ema", "drift"])
-def test_a_reference_can_follow_the_policy_by_another_rule(tiny, data_files, varied, tmp_path, monkeypatch, rule, more):
+def test_the_reference_can_follow_the_policy_by_another_rule(tiny, data_files, varied, tmp_path, monkeypatch, rule, more):
     patches = [OWN_REFERENCE] + [SYNC_BY_DRIFT] * (rule == "drift")
     changed = patched(tmp_path, *patches, more=EMA if rule == "ema" else "class OwnReference(Reference): pass\n")
     forward_backward, syncs, gaps = changed.forward_backward, [], []
@@ -348,7 +348,7 @@ def test_lookahead_changes_no_weight(run, monkeypatch, flags):
     assert same_weights(ahead, plain)
 
 
-def test_a_schedule_is_one_place_and_a_resume_keeps_it(tiny, data_files, tmp_path):
+def test_a_schedule_needs_one_edit_and_a_resumed_run_keeps_it(tiny, data_files, tmp_path):
     changed = patched(tmp_path, COSINE)
     flags = f"--model {tiny} --data {data_files['groups']} --steps 6 --batch-size 4 --save-every 3 --out {tmp_path}/out"
     changed.train(changed.parse_config(flags.split()))

@@ -42,12 +42,12 @@ UNWANTED = Group(0, [1, 2], [[10]], [0.0], labelled=True)
     ("kto", LABEL, [[([10], True)]]),
     ("kto", UNWANTED, [[([10], False)]]),
 ])
-def test_what_a_loss_makes_of_a_group(loss, group, expected):
+def test_each_loss_makes_its_own_units_of_a_group(loss, group, expected):
     made = [[(sequence.completion, sequence.is_chosen) for sequence in unit] for unit in units(loss, group)]
     assert made == expected
 
 
-def test_kto_weighs_both_kinds_the_same_unless_told_otherwise():
+def test_kto_gives_desirable_and_undesirable_examples_the_same_total_weight_by_default():
     def weights(*groups, **settings):
         sequences = [sequence for unit in units("kto", *groups) for sequence in unit]
         LOSSES["kto"].set_weights(sequences, Config(loss="kto", **settings))
@@ -111,7 +111,7 @@ PUBLISHED = {  # name: (row, prompt, completions, rewards)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_rows_of_a_published_schema_are_read_as_they_stand(tmp_path, name):
+def test_rows_of_published_data_sets_are_read_unchanged(tmp_path, name):
     fields, prompt, completions, rewards = PUBLISHED[name]
     datasets.Dataset.from_list([fields]).to_parquet(tmp_path / "rows.parquet")
     [as_on_the_hub] = humanline.read_rows(f"{tmp_path}/rows.parquet", Config(), "--data")
@@ -134,7 +134,7 @@ def test_hh_rlhf_rows_that_differ_before_the_last_turn_or_end_without_an_answer_
     assert "dropped 3 rows whose dialogues differ before" in capsys.readouterr().err
 
 
-def test_only_a_text_that_begins_with_a_turn_is_a_transcript():
+def test_a_text_is_a_transcript_only_if_it_begins_with_a_turn():
     text = "It is 4.\n\nHuman: And 3+3?\n\nAssistant: 6."  # what a base model writes on its own
     for tail in ("", "\n\nHuman: So?"):
         row = read({"prompt": "2+2?", "completion": text + tail, "label": False})
@@ -145,7 +145,7 @@ def test_only_a_text_that_begins_with_a_turn_is_a_transcript():
 @pytest.mark.parametrize("prompt, turns", [
     ([dict(role="system", content="Be kind."), USER("Hi")], [USER("Hi")]),
     ([USER("a"), ASSISTANT("b"), USER("Hi")], [USER("Hi")])])
-def test_no_turn_of_a_prompt_gets_lost_where_the_answers_are_dialogues(prompt, turns):
+def test_no_turn_of_a_prompt_is_lost_if_the_answers_are_dialogues(prompt, turns):
     row = lambda start: dict(prompt=prompt, chosen=[*start, ASSISTANT("yes")], rejected=[*start, ASSISTANT("no")])
     assert read(row(prompt)).prompt == prompt
     assert read(dict(row(prompt), prompt="Hi")).prompt == prompt
@@ -162,7 +162,7 @@ def test_a_part_of_a_message_that_would_be_lost_is_refused():
     assert read(dict(prompt=[USER("2+2?") | dict(tool_calls=None)], chosen="4", rejected="5")).prompt == [USER("2+2?")]
 
 
-def test_halos_feedback_files(tmp_path):
+def test_feedback_files_of_halos_are_read(tmp_path):
     common = dict(prompt=[USER("Hi")], split="train")
     binary = read(dict(common, prompt_id=0, output=[ASSISTANT("Yes")], label=1, reward=0.7, type="binary_feedback"))
     assert binary.labelled and binary.rewards == [1.0] and binary.completions == ["Yes"]
@@ -216,7 +216,7 @@ def test_over_long_rows_are_dropped_and_counted_in_one_warning(tiny, capsys, set
     assert f"--data: dropped {4 - len(kept)} rows that are too long: a prompt may have" in capsys.readouterr().err
 
 
-def test_online_prompts_need_room_for_a_completion(tiny):
+def test_online_prompts_without_room_for_a_completion_are_dropped(tiny):
     sampler = sampler_of(tiny, max_length=24, max_new_tokens=12)
     rows = [read({"prompt": "p" * length, "answer": "a"}) for length in (5, 20)]
     assert [group.row for group in humanline.encode_rows(rows, sampler, online=True)] == [0]
@@ -224,7 +224,7 @@ def test_online_prompts_need_room_for_a_completion(tiny):
 
 # The order of batches.
 
-def test_every_epoch_sees_every_unit_once_in_an_order_of_its_own():
+def test_every_epoch_sees_every_unit_once_in_a_new_order():
     groups = [Group(i, [i], [[1], [2]], [1.0, 0.0]) for i in range(12)]
 
     def rows_in_order(seed: int) -> list[int]:
@@ -238,13 +238,13 @@ def test_every_epoch_sees_every_unit_once_in_an_order_of_its_own():
     assert rows_in_order(seed=1) != rows
 
 
-def test_another_prompts_completion_is_cut_where_it_would_not_fit_behind_a_long_prompt():
+def test_a_mismatched_completion_is_cut_if_it_does_not_fit_after_a_long_prompt():
     groups = [Group(i, [i] * length, [[9] * 5], [i % 2], labelled=True) for i, length in enumerate((1, 4, 6))]
     batches = Batches(Config(loss="kto", batch_size=3, steps=1), groups, 8)
     lengths = {len(sequence.prompt): len(sequence.completion) for sequence in batches.next(1).mismatched}
     assert lengths == {1: 5, 4: 4, 6: 2}
 
 
-def test_a_completion_without_a_label_is_a_prompt_to_draw_from():
+def test_online_a_completion_without_a_label_is_only_a_prompt():
     row = read(dict(prompt="a", output="b", label=None), sample_every=1)
     assert (row.prompt, row.completions, row.fields["output"]) == ([USER("a")], [], "b")

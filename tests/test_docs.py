@@ -20,7 +20,7 @@ def prose(text: str) -> str:
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
-def test_every_link_leads_somewhere(path):
+def test_every_link_has_a_target(path):
     targets = re.findall(r"\]\(([^)]+)\)", path.read_text())
     files = [target.partition("#")[0] for target in targets if not target.startswith("http")]
     assert [file for file in files if not (path.parent / file).exists()] == []
@@ -33,7 +33,7 @@ def test_every_path_in_the_readme_exists():
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "tests" / "claims" / "metrics.md"], ids=lambda path: path.name)
-def test_every_flag_in_the_texts_exists(path):
+def test_every_flag_in_the_documentation_exists(path):
     known = {name.replace("_", "-") for name in humanline.Config.__dataclass_fields__}
     known |= {f"no-{name}" for name in known}
     others = {"nproc_per_node", "shutdown-timeout", "help", "real", "rounds", "train-steps"}  # of other programs
@@ -42,7 +42,7 @@ def test_every_flag_in_the_texts_exists(path):
     assert path.name != "README.md" or others <= used
 
 
-def test_every_command_of_eval_that_the_texts_and_configs_name_exists():
+def test_every_eval_command_in_the_readme_and_the_configs_exists():
     commands = set(re.findall(r"python eval\.py (\w+)", evaluation.__doc__))
     assert len(commands) == len(evaluation.COMMANDS)
     for path in [ROOT / "README.md", *(ROOT / "configs").rglob("*.toml"), *(ROOT / "configs").glob("*.py")]:
@@ -50,7 +50,7 @@ def test_every_command_of_eval_that_the_texts_and_configs_name_exists():
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
-def test_every_commit_that_the_texts_name_exists(path):
+def test_every_commit_in_the_documentation_exists(path):
     git = lambda *line: subprocess.run(["git", "-C", str(ROOT), *line], capture_output=True, text=True)
     if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("not a whole clone")
@@ -65,7 +65,7 @@ def test_the_readme_can_be_read_in_five_minutes():
     assert [line for line in without_tables.splitlines() if len(line) > 100] == []
 
 
-def test_every_metric_has_its_line_and_every_line_its_metric(run, tmp_path, data_files):
+def test_every_metric_is_documented_and_every_documented_metric_exists(run, tmp_path, data_files):
     runs = [run("--loss kto --taper --eval-every 3 --eval-data " + data_files["prompts"]),
             run("--loss grpo --taper --sample-every 2", data="prompts"), run("--loss dpo --no-humanline", data="pairs")]
     logged = {name for folder in runs for line in metrics(folder) for name in line}

@@ -64,7 +64,7 @@ def test_doctests():
 
 
 @pytest.mark.parametrize("samples, a, b", [(8, 0.2, 1.8), (1, 9.0, 1.0)])
-def test_the_interval_covers_the_truth_as_often_as_it_says(samples, a, b):
+def test_the_interval_covers_the_truth_as_often_as_it_claims(samples, a, b):
     """300 repeats of 100 problems with solve rates from Beta(a, b): most are never solved, or have one sample
     each."""
     chance, covered = np.random.default_rng(0), 0
@@ -74,7 +74,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(samples, a, b):
     assert 278 <= covered <= 292
 
 
-def test_the_interval_stays_sane_where_few_problems_differ():
+def test_the_interval_is_sensible_if_few_problems_differ():
     mean, low, high = interval([0] * 499 + [1], 0.0, 1.0)
     assert mean == 0.002 and 0 <= low < 0.002 < high < 0.02
     mean, low, high = interval([0.0] * 100, 0.0, 1.0)
@@ -83,7 +83,7 @@ def test_the_interval_stays_sane_where_few_problems_differ():
     assert interval([3.0, 3.0]) == (3.0, 3.0, 3.0)  # values without known bounds, such as lengths
 
 
-def test_length_control_removes_what_is_won_by_length_and_nothing_else():
+def test_length_control_removes_the_advantage_of_length_and_nothing_else():
     win_rates = []
     for seed in range(10):
         chance = np.random.default_rng(seed)
@@ -99,7 +99,7 @@ def test_length_control_removes_what_is_won_by_length_and_nothing_else():
     assert np.allclose(length_controlled(both, np.stack([delta] * 2)).sum(), 1)
 
 
-def test_the_divergence_is_zero_for_data_distributed_as_the_model_is_perceived_and_bounds_the_error():
+def test_the_divergence_is_zero_for_data_from_the_perceived_model_and_bounds_the_error():
     chance, policy = np.random.default_rng(0), np.full(20, 1e6)
     omega = np.diff(capacity(np.arange(21) / 20, 0.61))
     assert perceived_divergence(policy, 1e8 * omega, 0.61) < 1e-6
@@ -171,7 +171,7 @@ def test_a_run_with_a_custom_loss_is_evaluated_with_all_its_settings(ask, run, p
     assert "pass@1" in said
 
 
-def test_a_runs_own_settings_are_used_and_flags_override_them(ask, run, problems, tmp_path):
+def test_the_settings_of_a_run_are_used_and_flags_override_them(ask, run, problems, tmp_path):
     folder = run("--prompt-template <{prompt}> --system hi --max-new-tokens 3 --temperature 0.7 --seed 42 --steps 1")
     with open(folder / "config.toml", "a") as file:  # as if trained with many ranks, adapters and a package that is missing here
         file.write(f'\nshard = true\ntrack = "wandb"\nlora = 4\nlora_alpha = 8\neval_data = "{problems}"\n')
@@ -304,7 +304,7 @@ def test_data_ranks_sources_by_likelihood_and_gives_advice(ask, tiny, two_source
     assert "mean token log-prob" in (tmp_path / "data.svg").read_text()
 
 
-def test_very_unlikely_data_has_a_figure_too(tmp_path):
+def test_a_figure_can_be_drawn_for_very_unlikely_data(tmp_path):
     groups = [humanline.Group(i, [1], [[2]], [1.0]) for i in range(3)]
     source = evaluation.Source("it", groups, [[np.full(2, value)] for value in (-9.0, -12.0, -30.0)], [])
     evaluation.picture_data([source], "model", tmp_path / "data.svg")
@@ -416,7 +416,7 @@ def other_vocabulary(tiny, tmp_path_factory):
     ("plot --out curves.pdf", "--out curves.pdf: the name must end in .png or .svg"),
     ("nothing", "accuracy, show, chat, winrate, data, perception, plot"),
 ])
-def test_bad_input_is_one_line_and_exit_status_2(command, message, tiny, other_vocabulary, judges, tmp_path,
+def test_bad_input_gives_a_one_line_error_and_exit_status_2(command, message, tiny, other_vocabulary, judges, tmp_path,
                                                  monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for folder in ("runs", "nothing", "died/checkpoint", "young", "old"):

@@ -26,7 +26,7 @@ def start(*flags: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
-def test_a_run_killed_at_random_moments_ends_in_the_same_weights_without_a_hand(tiny, data_files, tmp_path, kills):
+def test_a_run_killed_at_random_moments_resumes_to_the_same_weights(tiny, data_files, tmp_path, kills):
     flags = shlex.split(f"--model {tiny} --data {data_files['groups']} --steps 100 --batch-size 8 --lr 1e-3 --sync-k 7 "
                         "--save-every 5 --resume latest")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -52,7 +52,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_weights_without_a_hand(
 @pytest.mark.parametrize("phase, number", [
     ("sample", signal.SIGTERM), ("forward_backward", signal.SIGINT),
     ("save_checkpoint", signal.SIGTERM), ("measure", signal.SIGINT)])
-def test_a_signal_ends_the_run_after_its_step_ready_to_go_on(run, data_files, tmp_path, monkeypatch, phase, number):
+def test_a_signal_stops_the_run_after_its_step_so_that_it_can_be_resumed(run, data_files, tmp_path, monkeypatch, phase, number):
     flags = f"--sample-every 2 --sync-k 3 --steps 6 --save-every 1 --eval-every 2 --eval-data {data_files['prompts']}"
     whole, handler = run(flags), signal.getsignal(number)
     where = humanline.Run if phase == "measure" else humanline
@@ -96,7 +96,7 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
 
 
 @pytest.mark.parametrize("program", ["humanline.py", "eval.py"])
-def test_ctrl_c_while_it_imports_prints_no_traceback(tmp_path, program):
+def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path, program):
     (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
     done = subprocess.run([sys.executable, str(ROOT / program)], env={**os.environ, "PYTHONPATH": str(tmp_path)},
                           capture_output=True, text=True)
@@ -104,7 +104,7 @@ def test_ctrl_c_while_it_imports_prints_no_traceback(tmp_path, program):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_on(
+def test_a_stopped_command_exits_with_the_status_of_its_signal_and_says_how_to_resume(
         tiny, data_files, tmp_path, number):
     out = tmp_path / "my run"
     flags = f"--model {tiny} --data {data_files['groups']} --steps 300 --batch-size 4".split()
@@ -123,7 +123,7 @@ def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_o
     assert (out / "final").exists()
 
 
-def test_damage_to_a_checkpoint_is_always_seen_and_the_one_before_is_taken(run, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_always_noticed_and_the_one_before_is_used(run, tmp_path, capsys):
     folder = run("--sample-every 3 --sync-k 2 --steps 3 --save-every 1 --keep 3") / "checkpoint"
     chance, newest, before = random.Random(0), folder / "step-00000003", folder / "step-00000002"
     config = humanline.Config(out=str(folder.parent), resume="latest")
@@ -157,7 +157,7 @@ def test_no_pickle_is_ever_read_from_disk(run, monkeypatch):
     run("--steps 3 --save-every 1 --resume latest --sample-every 2")
 
 
-def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tiny, data_files, tmp_path):
+def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tiny, data_files, tmp_path):
     out = tmp_path / "out"
     flags = (f"--model {tiny} --data {data_files['groups']} --steps 4 --batch-size 4 --save-every 1 --out {out} "
              "--resume latest")

@@ -28,7 +28,7 @@ def small_models(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [LLAMA, GEMMA, QWEN, pytest.param(f"{LLAMA}-lora", marks=pytest.mark.needs("peft"))])
-def test_a_small_model_of_each_family_runs_dry_on_two_ranks(name):
+def test_a_dry_run_on_two_ranks_works_for_a_small_model_of_each_family(name):
     kinds, policy = fits.dry_run(f"configs/{name}.toml", SHORT, ranks=2)
     assert policy.config.model_type in name
     whole = sum(p.nbytes for p in policy.parameters())
@@ -41,7 +41,7 @@ def test_a_small_model_of_each_family_runs_dry_on_two_ranks(name):
 
 
 @pytest.mark.parametrize("name", [GEMMA, QWEN])
-def test_fake_tensors_take_what_real_ones_take(name):
+def test_fake_tensors_need_as_much_memory_as_real_ones(name):
     peaks = []
     for fake_mode in fits.FakeTensorMode(allow_non_fake_inputs=True), None:
         memory = fits.Memory(fake_mode)
@@ -62,7 +62,7 @@ def test_the_table_says_what_fits_and_how_much_work_it_is(capsys, monkeypatch):
     assert "19,968 completions drawn" in out
 
 
-def test_machines_are_named_from_the_fewest_gpus_on():
+def test_machines_are_listed_from_the_fewest_gpus_up():
     def machines(*peaks):
         gib = {str(ranks): dict(training=peak, drawing=0) for ranks, peak in zip(fits.RANKS, peaks)}
         return fits.machines(dict(gib=gib))
@@ -73,7 +73,7 @@ def test_machines_are_named_from_the_fewest_gpus_on():
     assert machines(999, 999, 999, 125) == "more than eight GPUs of 141 GB"
 
 
-def test_six_times_faster_needs_five_sixths_of_a_step_for_drawing():
+def test_six_times_faster_requires_sampling_to_take_five_sixths_of_a_step():
     config = fits.read(f"configs/{QWEN}.toml", [])
     assert fits.flops_factor(config) == 8  # 6, and a pass of the reference, as online
     text = " ".join(fits.work(config, 1_500_000_000))
@@ -92,7 +92,7 @@ def test_six_times_faster_needs_five_sixths_of_a_step_for_drawing():
     ("sampler = 'configs/external.py:nobody'", "defines no nobody"),
     ("model = 'nobody/nothing'", "--model nobody/nothing"),
 ])
-def test_a_config_that_names_what_is_not_there_fails(line, complaint, tmp_path, capsys):
+def test_a_config_that_names_something_missing_fails(line, complaint, tmp_path, capsys):
     settings = dict(loss="loss = 'grpo'", model="model = 'google/gemma-2-27b-it'", data="data = ['rows.jsonl']")
     file = tmp_path / "bad.toml"
     file.write_text("\n".join((settings | {line.split()[0]: line}).values()))
@@ -101,7 +101,7 @@ def test_a_config_that_names_what_is_not_there_fails(line, complaint, tmp_path, 
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_config_names_what_is_there_and_its_head_says_where_it_fits(file):
+def test_everything_a_config_names_exists_and_its_head_says_where_it_fits(file):
     config = fits.read(str(file), [])
     assert config.model in fits.MODELS
     result = fits.stored()[file.stem, ""]
@@ -112,7 +112,7 @@ def test_a_config_names_what_is_there_and_its_head_says_where_it_fits(file):
     assert re.findall(FIGURE, head) == re.findall(FIGURE, fits.machines(result))
 
 
-def test_the_readme_says_where_configs_fit_as_stored():
+def test_the_readme_says_where_configs_fit_as_in_the_stored_results():
     rows = [fits.row(f"configs/{name}.toml", flags.split(), result)
             for (name, flags), result in fits.stored().items() if "gib" in result]
     assert all(re.search(MACHINE, row) for row in rows)

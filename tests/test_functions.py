@@ -70,7 +70,7 @@ def test_the_examples_in_the_docstrings_are_true():
     assert results.attempted >= 3 and results.failed == 0
 
 
-def test_the_defaults_are_the_papers_and_the_authors():
+def test_the_defaults_are_those_of_the_paper_and_its_authors():
     d, ones = torch.tensor([[-9.0, 0.125, 9.0]]).double(), torch.ones(2).double()
     assert_close(humanline_clip(d), [[-1.5, 0.125, 1.5]])
     assert_close(dpo_loss(ones[:, None], -ones[:, None]), [math.log(1 + math.exp(-0.2))] * 2)
@@ -114,7 +114,7 @@ def test_each_token_is_kept_with_the_probability_that_the_betas_give(gamma_p, be
 
 
 @each_dtype
-def test_sampling_keeps_every_value_and_passes_gradient_at_kept_tokens_only(dtype):
+def test_sampling_keeps_every_value_and_passes_gradient_only_at_kept_tokens(dtype):
     d, mask = map(torch.tensor, ragged((8, 40), dtype, scale=1.5))
     rejected = humanline_verdicts(d, mask, generator=seeded(3)) != 0
     value = humanline_sample(d.requires_grad_(), mask, generator=seeded(3))
@@ -124,7 +124,7 @@ def test_sampling_keeps_every_value_and_passes_gradient_at_kept_tokens_only(dtyp
 
 
 @pytest.mark.parametrize("huge", [-1e4, 1e4])
-def test_a_masked_position_neither_counts_nor_is_rejected_whatever_it_holds(huge):
+def test_a_masked_position_has_no_effect_and_is_never_rejected(huge):
     d, mask = map(torch.tensor, ragged((6, 30), np.float32, scale=1.5))
     expected = humanline_verdicts(d, mask, gamma_r=0.5, generator=seeded(0))
     value = humanline_verdicts(d.masked_fill(~mask, huge), mask, gamma_r=0.5, generator=seeded(0))
@@ -142,7 +142,7 @@ def test_sampling_survives_ratios_that_overflow():
 
 
 @each_dtype
-def test_dpo_equals_the_formula_for_completions_of_different_length_and_far_from_zero(dtype):
+def test_dpo_equals_the_formula_for_different_lengths_and_far_from_zero(dtype):
     dpo = lambda w, l: dpo_loss(w, l, 0.7)
     formula = lambda w, l: F.softplus(0.7 * (l.sum(1) - w.sum(1)))
     check(dpo, formula, ragged((5, 7), dtype, 1)[0], ragged((5, 4), dtype, 2)[0])
@@ -206,7 +206,7 @@ def globals_of(code) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [*re.findall(r"^def (\w+)", SECTION, re.MULTILINE), "token_logps"])
-def test_a_pure_function_needs_nothing_but_torch_and_what_its_docstring_says_to_paste_with_it(name):
+def test_a_pure_function_can_be_pasted_with_only_torch_and_what_its_docstring_names(name):
     sentence = re.search(r"copy\s+(`\w+`) as\s+well", getattr(humanline, name).__doc__)
     names = [name, *(re.findall(r"`(\w+)`", sentence[1]) if sentence else [])]
     source = "\n\n".join(inspect.getsource(getattr(humanline, name)) for name in names)

@@ -19,7 +19,7 @@ def command(tmp_path, *flags: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("flag, name", [("--model", "Qwen/Qwen2.5-0.5B"), ("--data", "openai/gsm8k:main:train")])
-def test_a_hub_name_without_network_is_one_line_that_says_how_to_use_a_folder(tiny, data_files, tmp_path, flag, name):
+def test_a_hub_name_without_network_gives_a_one_line_error_that_says_how_to_use_a_folder(tiny, data_files, tmp_path, flag, name):
     flags = {"--model": tiny, "--data": data_files["groups"]} | {flag: name}
     done = command(tmp_path, *[word for pair in flags.items() for word in pair])
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "out").exists(), done.stderr

@@ -77,7 +77,7 @@ def test_the_base_is_frozen_in_bf16_and_the_adapters_are_fp32(tiny, dtype):
         assert p.grad is None or p.grad.abs().max() > 0, name
 
 
-def test_new_adapters_change_nothing_and_are_a_function_of_the_seed(tiny):
+def test_new_adapters_change_no_output_and_depend_on_the_seed_only(tiny):
     sequences = some_sequences(load(tiny)[0])
     policies = [load(tiny, lora=4, seed=seed)[0] for seed in (0, 0, 1)]
     plain = own_rows(load(tiny)[0], sequences)
@@ -86,7 +86,7 @@ def test_new_adapters_change_nothing_and_are_a_function_of_the_seed(tiny):
     assert all(map(torch.equal, first, same)) and not all(map(torch.equal, first, other))
 
 
-def test_the_default_learning_rate_is_ten_times_that_of_the_weights():
+def test_the_default_learning_rate_is_ten_times_that_of_full_finetuning():
     lr = lambda flags: humanline.parse_config(flags.split()).lr
     assert lr("--model x --lora 8") == 1e-5
     assert lr("--model x") == 1e-6
@@ -113,7 +113,7 @@ def test_an_adapter_checkpoint_holds_no_base_weights_and_resumes_bit_for_bit(run
 # The final folder.
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed"])
-def test_the_final_folder_is_a_peft_folder_that_merges_into_the_same_model(run, tmp_path, dtype):
+def test_the_final_folder_is_a_peft_folder_that_merges_to_the_same_model(run, tmp_path, dtype):
     adapter = run(f"{LORA} --loss dpo --lr 0.1 --dtype {dtype}") / "final"
     assert {file.name for file in adapter.glob("*.safetensors")} == {"adapter_model.safetensors"}
     assert "library_name: peft" in (adapter / "README.md").read_text()
@@ -126,7 +126,7 @@ def test_the_final_folder_is_a_peft_folder_that_merges_into_the_same_model(run, 
         assert (theirs(ids).logits - whole(ids).logits).abs().max() > 0.01
 
 
-def test_the_readmes_merge_makes_a_folder_that_model_and_eval_take(run, tmp_path, data_files, monkeypatch, capsys):
+def test_merging_as_in_the_readme_gives_a_folder_that_training_and_eval_accept(run, tmp_path, data_files, monkeypatch, capsys):
     run(f"{LORA} --steps 1", out=str(tmp_path / "runs" / "mine"))
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -137,7 +137,7 @@ def test_the_readmes_merge_makes_a_folder_that_model_and_eval_take(run, tmp_path
     assert evaluation.main(flags.split()) == 0, capsys.readouterr().err
 
 
-def test_a_peft_folder_is_merged_on_load_and_measured(run, tmp_path, data_files, tiny, capsys):
+def test_a_peft_folder_is_merged_on_load_and_can_be_evaluated(run, tmp_path, data_files, tiny, capsys):
     first = run(f"{LORA} --loss dpo --lr 0.1")
     theirs, sequences = plain_peft(first / "final"), random_batch("dpo").sequences
     policy, _, _ = load(str(first / "final"))
@@ -157,7 +157,7 @@ def test_a_peft_folder_is_merged_on_load_and_measured(run, tmp_path, data_files,
 
 @pytest.mark.parametrize("flags", [
     "--loss dpo --sync-k 3", "--loss grpo --sync-k 2 --sample-every 2 --sample-tokens 128"])
-def test_two_ranks_sharded_or_not_train_the_adapters_of_one(run, tiny, data_files, varied, tmp_path, flags):
+def test_two_ranks_sharded_or_not_train_the_same_adapters_as_one_process(run, tiny, data_files, varied, tmp_path, flags):
     flags = (f"--model {tiny} --data {data_files['groups']} --reward {varied} --batch-size 6 --steps 8 --lr 1e-3 "
              f"--group-size 4 --max-new-tokens 4 --microbatch-tokens 200 {LORA} {flags}").split()
     runs = [[*flags, *more, "--out", str(tmp_path / name)] for name, more in (("ddp", []), ("fsdp", ["--shard"]))]
@@ -180,12 +180,12 @@ def test_two_ranks_sharded_or_not_train_the_adapters_of_one(run, tiny, data_file
 # Bad input.
 
 @pytest.mark.parametrize("flag, least", [("--lora -1", 0), ("--lora-alpha 0", 1)])
-def test_a_bad_flag_of_lora_is_one_line(flag, least):
+def test_a_bad_lora_flag_gives_a_one_line_error(flag, least):
     with pytest.raises(humanline.UserError, match=f"it must be from {least} to"):
         humanline.parse_config(f"--model x {flag}".split())
 
 
-def test_without_peft_one_line_says_what_to_install(tiny, data_files, tmp_path, capsys, monkeypatch):
+def test_without_peft_a_one_line_error_says_what_to_install(tiny, data_files, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)
     line = complaint(["--model", tiny, "--data", data_files["groups"], "--lora", "4"], tmp_path, capsys)

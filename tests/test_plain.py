@@ -289,7 +289,7 @@ def with_mistake(place: str, right: str, wrong: str, folder: Path):
 
 @pytest.mark.parametrize("mistake, place, right, wrong, name",
                          QUICK + [pytest.param(*mistake, marks=pytest.mark.slow) for mistake in SLOW])
-def test_a_mistake_shows(mistake, place, right, wrong, name, tiny, data, tmp_path):
+def test_every_planted_mistake_changes_the_weights(mistake, place, right, wrong, name, tiny, data, tmp_path):
     mistaken = with_mistake(place, right, wrong, tmp_path)
     ours = weights_of_humanline(mistaken, CASES[name], tiny, data, tmp_path / "run")
     plains, _ = weights_of_plain(CASES[name], tiny, data, tmp_path / "run")
@@ -299,7 +299,7 @@ def test_a_mistake_shows(mistake, place, right, wrong, name, tiny, data, tmp_pat
 
 
 @pytest.mark.slow
-def test_it_runs_alone_and_gains(monkeypatch, capsys):
+def test_plain_py_runs_alone_and_raises_the_reward(monkeypatch, capsys):
     monkeypatch.chdir(Path(plain.__file__).parents[1])
     plain.config = plain.Settings(loss="dpo")
     plain.main()

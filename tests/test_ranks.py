@@ -90,13 +90,13 @@ def agree(expected: Path, folder: Path, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_two_ranks_do_what_one_process_does(tiny, data_files, varied, folders, run, case):
+def test_two_ranks_train_to_the_weights_of_one_process(tiny, data_files, varied, folders, run, case):
     loss, source, _ = case
     alone = run("", data="groups", flags=flags_of(tiny, data_files, varied, loss, source))
     agree(alone, folders[case])
 
 
-def test_a_rank_without_a_pair_neither_hangs_nor_biases(tiny, data_files, varied, tmp_path, run):
+def test_a_rank_without_a_pair_neither_hangs_nor_biases_the_gradient(tiny, data_files, varied, tmp_path, run):
     small = "--batch-size 1 --steps 4"
     flags = [flags_of(tiny, data_files, varied, "dpo", "offline", f"{small} {how}") for how in ("", "--shard")]
     runs = [[*run_flags, "--out", str(tmp_path / str(i))] for i, run_flags in enumerate(flags)]
@@ -111,7 +111,7 @@ def test_a_rank_without_a_pair_neither_hangs_nor_biases(tiny, data_files, varied
     assert "hard" not in error
 
 
-def test_a_stopped_run_of_two_ranks_goes_on_with_one(tiny, data_files, varied, tmp_path, run):
+def test_a_stopped_run_of_two_ranks_resumes_on_one(tiny, data_files, varied, tmp_path, run):
     flags = flags_of(tiny, data_files, varied, "dpo", "offline")
     whole = run("", flags=flags)
     out = tmp_path / "out"
@@ -124,7 +124,7 @@ def test_a_stopped_run_of_two_ranks_goes_on_with_one(tiny, data_files, varied, t
     agree(whole, out)
 
 
-def test_torchrun_starts_a_killed_rank_again_and_the_run_ends_by_itself(
+def test_torchrun_restarts_a_killed_rank_and_the_run_finishes(
         tiny, data_files, varied, tmp_path, run, monkeypatch):
     flags = flags_of(tiny, data_files, varied, "kto", "offline", "--save-every 1")
     whole = run("", flags=flags)
@@ -183,7 +183,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_sharded_weights_are_gathered_once_for_a_drawing_and_not_for_each_token(tiny, data_files, varied, tmp_path):
+def test_sharded_weights_are_gathered_once_per_drawing_and_not_for_each_token(tiny, data_files, varied, tmp_path):
     (tmp_path / "gathers.py").write_text(GATHERS + END)
     process = torchrun(tmp_path / "gathers.py", "--model", tiny, "--data", data_files["groups"], "--reward", varied)
     said, errors = process.communicate(timeout=300)

@@ -42,7 +42,7 @@ def test_the_examples_in_the_docstrings_hold():
     (FORMATTED.replace("1+1=2", "<think>\n1+1=2\n</think>\n"), 1, 0.5),  # nested
     (FORMATTED + "\n" + FORMATTED, 1, 0.0),  # each tag twice
 ])
-def test_the_two_rewards_of_the_format(completion, formatted, tags):
+def test_both_format_rewards_score_as_documented(completion, formatted, tags):
     assert reward("think_format", completion) == formatted
     assert reward("tag_count", completion) == tags
 
@@ -79,12 +79,12 @@ def words(count: int) -> str:
     ("length_near", words(400), {}, 0.0),
     ("length_near", words(4), {"length": 5}, 0.8),
 ])
-def test_an_example_rewards_what_it_says(name, completion, row, expected):
+def test_each_example_rewards_what_it_claims(name, completion, row, expected):
     assert reward(name, completion, row) == pytest.approx(expected)
 
 
 @pytest.mark.needs("vaderSentiment")
-def test_sentiment_tells_glad_from_sad_and_from_neither():
+def test_sentiment_tells_positive_from_negative_and_neutral():
     glad, sad = reward("sentiment", "I love this wonderful, happy day!"), reward("sentiment", "I hate this awful war.")
     assert -1 <= sad < -0.5 < 0.5 < glad <= 1
     assert reward("sentiment", "") == reward("sentiment", "A table has four legs.") == 0

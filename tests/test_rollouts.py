@@ -49,7 +49,7 @@ def test_every_completion_is_written_as_it_was_sampled_with_its_log_probs(run, t
 
 
 @pytest.mark.parametrize("loss", ["grpo", "kto"])
-def test_one_runs_rollouts_are_anothers_offline_data_token_for_token(run, tiny, loss, monkeypatch):
+def test_rollouts_of_a_run_can_be_offline_data_of_another_token_for_token(run, tiny, loss, monkeypatch):
     first = run("--sample-every 2 --steps 4")
     expected = {}
     for line in rollouts_of(first):
@@ -80,12 +80,12 @@ def test_an_empty_completion_can_be_read_back(run, tiny, tmp_path):
 
 @pytest.mark.parametrize("more, known", [
     (dict(temperature=1.0, top_p=1.0), True), (dict(temperature=0.9), False), (dict(top_p=0.9), False)])
-def test_the_log_probs_of_rollouts_are_those_of_their_sampler_if_it_drew_at_temperature_1(more, known):
+def test_log_probs_of_rollouts_are_used_only_if_drawn_at_temperature_1_and_top_p_1(more, known):
     fields = dict(prompt="a", completion="b", reward=1.0, tokens=[37, 3], logps=[-0.1, -0.2], **more)
     assert humanline.read_row(fields, "row 1", Config()).logps == [[-0.1, -0.2]] * known
 
 
-def test_rows_of_another_model_cost_the_others_nothing(tiny, tmp_path, capsys):
+def test_rows_of_another_model_do_not_affect_the_other_rows(tiny, tmp_path, capsys):
     policy, tokenizer, config = policy_of(tiny, max_new_tokens=4)
     ids = tokenizer("ab", add_special_tokens=False)["input_ids"]
     line = dict(prompt="a", completion="ab", logps=[-0.1] * 2, tokens=ids)  # cut at its longest: without an end
@@ -98,7 +98,7 @@ def test_rows_of_another_model_cost_the_others_nothing(tiny, tmp_path, capsys):
     assert "the tokens of 1 rows do not match their texts under this tokenizer" in capsys.readouterr().err
 
 
-def test_held_out_completions_have_a_file_of_their_own(run, data_files):
+def test_held_out_completions_have_their_own_file(run, data_files):
     folder = run(f"--sample-every 1 --steps 2 --eval-data {data_files['prompts']} --eval-every 1 --eval-samples 3")
     lines = lines_of(folder / "eval_rollouts.jsonl")
     assert [line["step"] for line in lines] == [0] * 72 + [1] * 72 + [2] * 72
@@ -117,7 +117,7 @@ def cut_back(whole: Path, to: Path, step: int) -> str:
     return str(to)
 
 
-def test_a_resume_loses_no_line_and_doubles_none(run, tmp_path, data_files):
+def test_a_resumed_run_neither_loses_nor_repeats_a_line(run, tmp_path, data_files):
     flags = f"--sample-every 2 --steps 8 --save-every 3 --eval-data {data_files['prompts']} --eval-every 2"
     whole = run(flags)
     interrupted = Path(cut_back(whole, tmp_path / "interrupted", 3))
@@ -162,7 +162,7 @@ def test_the_shares_of_clipped_tokens_and_the_lengths_equal_a_plain_count(tiny):
     ([dict(reward_std=0.1), dict(), dict(reward_std=1.4e-17)], "same reward", 3),
     ([dict(logp_wanted=-1.0, completion_length=1)] * 20 + [dict(logp_wanted=-3.0)] * 20, "collapsing", 27),
 ])
-def test_a_warning_comes_once_and_in_time(lines, word, step):
+def test_each_warning_is_printed_once_and_in_time(lines, word, step):
     watch = humanline.Watch()
     warned = [(number, text) for number, line in enumerate(lines, 1) for text in watch(line)]
     [(number, text)] = warned
@@ -195,7 +195,7 @@ def batch_of(equal: int, different: int, **settings):
     return humanline.Batch(1, [sequence for group in groups for sequence in group.sequences], [], 0.5, equal / len(groups))
 
 
-def test_groups_without_a_difference_are_not_computed_and_change_nothing(tiny, monkeypatch):
+def test_skipping_groups_without_a_difference_changes_no_gradient(tiny, monkeypatch):
     policy, _, config = policy_of(tiny, perception="clip")
     policy.double()
     computed, log_probs = [], humanline.log_probs
@@ -217,12 +217,12 @@ def test_groups_without_a_difference_are_not_computed_and_change_nothing(tiny, m
 
 
 @pytest.mark.parametrize("settings", [dict(kl_beta=0.1), dict(perception="sample")])
-def test_what_needs_all_tokens_computes_them(settings):
+def test_settings_that_need_all_tokens_skip_no_group(settings):
     assert all(sequence.is_idle for sequence in batch_of(1, 0).sequences)
     assert not any(sequence.is_idle for sequence in batch_of(1, 0, **settings).sequences)
 
 
-def test_rejections_are_a_function_of_the_seed_and_the_step(tiny):
+def test_rejections_depend_only_on_the_seed_and_the_step(tiny):
     policy, _, config = policy_of(tiny, loss="dpo", perception="sample", gamma_r=0.5)
 
     def verdicts(seed: int, step: int) -> list[int]:

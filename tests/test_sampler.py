@@ -118,7 +118,7 @@ def sampler(tmp_path, monkeypatch):
 
 # What it is asked, and what becomes of the answer.
 
-def test_a_sampler_is_asked_for_each_drawing_with_the_weights_of_that_moment(run, sampler, notes, data_files, tiny):
+def test_a_sampler_gets_the_current_weights_for_each_drawing(run, sampler, notes, data_files, tiny):
     whole = run(f"--sampler {sampler()} --sample-every 2 --steps 6 --temperature 0.7 "
                 f"--top-p 0.9 --eval-data {data_files['prompts']} --eval-every 2 --eval-samples 3")
     asked = notes()
@@ -142,7 +142,7 @@ def test_a_sampler_is_asked_for_each_drawing_with_the_weights_of_that_moment(run
     assert not Path(folders[0]).parent.exists() and not any(os.path.exists(f"/proc/{note['pid']}") for note in asked)
 
 
-def test_an_engine_agrees_with_the_trainer_about_log_probs_and_one_that_does_not_ends_the_run(
+def test_an_engine_is_compared_with_the_trainer_and_ends_the_run_if_its_log_probs_differ(
         run, sampler, tmp_path):
     """The first run is like a server that kept some of its old weights."""
     flags = f"--sample-every 2 --steps 4 --temperature 0.8 --sampler {sampler('unsure', code=ENGINE)}"
@@ -160,7 +160,7 @@ def test_an_engine_agrees_with_the_trainer_about_log_probs_and_one_that_does_not
     assert all(abs(gap - 0.1) > 1e-3 for gap in gaps[1::2])  # lag 1: a step has changed them
 
 
-def test_a_taper_takes_the_samplers_own_log_probs(run, sampler):
+def test_the_taper_uses_the_log_probs_of_the_sampler(run, sampler):
     flags = "--sample-every 2 --steps 2 --sampler"
     as_it_says = run(f"{flags} {sampler()} --taper")
     unlikely = sampler("unlikely", UNLIKELY)  # the policy says it more often than that, so all weights are 1
@@ -168,7 +168,7 @@ def test_a_taper_takes_the_samplers_own_log_probs(run, sampler):
     assert not same_weights(as_it_says, tapered) and same_weights(tapered, run(f"{flags} {unlikely}"))
 
 
-def test_a_command_starts_it_without_what_torchrun_says_of_our_ranks(
+def test_a_sampler_command_starts_without_the_environment_of_torchrun(
         run, sampler, notes, tmp_path, varied, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ours")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -182,7 +182,7 @@ def test_a_command_starts_it_without_what_torchrun_says_of_our_ranks(
     assert not {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"} & environment.keys()
 
 
-def test_a_resume_between_two_drawings_is_exact(run, sampler, tmp_path, data_files):
+def test_resuming_between_two_drawings_is_exact(run, sampler, tmp_path, data_files):
     flags = (f"--sampler {sampler()} --sample-every 4 --steps 8 --save-every 2 --keep 9 --eval-data "
              f"{data_files['prompts']} --eval-samples 1 --eval-prompts 2")
     whole = run(flags)
@@ -230,7 +230,7 @@ def breaking(*request):
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_sampler_that_fails_once_is_started_anew_and_changes_nothing(
+def test_a_sampler_that_fails_once_is_restarted_and_changes_no_result(
         run, sampler, notes, tmp_path, capsys, monkeypatch, what):
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2 if "sleep" in what else 60)
     flags = "--sample-every 2 --steps 4 --sampler"
@@ -243,7 +243,7 @@ def test_a_sampler_that_fails_once_is_started_anew_and_changes_nothing(
 
 
 @pytest.mark.parametrize("what", list(BREAKS)[:4])
-def test_one_that_fails_again_ends_the_run_in_a_line_and_a_resume_goes_on(run, sampler, tmp_path, monkeypatch, what):
+def test_a_sampler_that_fails_again_ends_the_run_with_a_one_line_error_and_the_run_can_be_resumed(run, sampler, tmp_path, monkeypatch, what):
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2 if "sleep" in what else 60)
     flags = "--sample-every 2 --steps 6 --save-every 2 --sampler"
     out, spec = str(tmp_path / "broken-run"), sampler("breaking", breaking(tmp_path, what, 2))
@@ -256,7 +256,7 @@ def test_one_that_fails_again_ends_the_run_in_a_line_and_a_resume_goes_on(run, s
     assert timeless(resumed) == timeless(good) and same_weights(resumed, good)
 
 
-def test_a_killed_trainer_leaves_no_sampler_and_its_resume_no_weights(
+def test_a_killed_trainer_leaves_no_sampler_process_and_a_resumed_run_no_weights(
         tiny, data_files, sampler, notes, tmp_path, varied):
     flags = (f"--model {tiny} --data {data_files['prompts']} --reward {varied} --steps 2 --batch-size 2 "
              f"--group-size 2 --max-new-tokens 4 --sample-every 2 --top-p 1e-9 --out {tmp_path / 'run'} "
@@ -290,7 +290,7 @@ def test_a_killed_trainer_leaves_no_sampler_and_its_resume_no_weights(
     ("{file}:draw", "/no/python", "No such file or directory: '/no/python'"),
     ("{file}:draw", "/bin/ls", "its process ended with status 2"),
 ])
-def test_a_sampler_that_does_not_start_costs_a_line(run, sampler, tmp_path, monkeypatch, function, command, says):
+def test_a_sampler_that_does_not_start_gives_a_one_line_error(run, sampler, tmp_path, monkeypatch, function, command, says):
     sampler()
     monkeypatch.setenv("HUMANLINE_SAMPLER_COMMAND", command)
     spec = start(tmp_path, function.replace("{file}", str(tmp_path / "draw.py")))
@@ -305,7 +305,7 @@ def test_a_sampler_that_does_not_start_costs_a_line(run, sampler, tmp_path, monk
     ("--sampler missing.py:f", "--sampler missing.py:f: No such file: missing.py; write FILE.py:function"),
     (f"--sampler {EXTERNAL}:f", "--sampler .*external.py:f: no 'f'"),
 ])
-def test_a_sampler_that_is_none_is_one_line(run, flags, says):
+def test_an_invalid_sampler_gives_a_one_line_error(run, flags, says):
     with pytest.raises(UserError, match=says):
         run(f"{flags} --sample-every 2")
 
@@ -345,21 +345,21 @@ def test_what_any_sampler_returns_is_checked(run, tmp_path, value):
     assert said.startswith(f"--sampler {path}:draw: ") and RETURNS[value] in said and "\n" not in said
 
 
-def test_a_sampler_that_returns_no_function_is_one_line(run, tmp_path):
+def test_a_sampler_that_returns_no_function_gives_a_one_line_error(run, tmp_path):
     path = tmp_path / "sampler.py"
     path.write_text("def draw(run):\n    lambda prompts, count, step, greedy: []\n")
     with pytest.raises(UserError, match="draw: 'NoneType' .*; see the docstring of configs/external.py"):
         run(f"--sampler {path}:draw --sample-every 1")
 
 
-def test_vllm_that_is_not_installed_is_asked_for_at_once(run):
+def test_missing_vllm_is_reported_at_once(run):
     if importlib.util.find_spec("vllm"):
         pytest.skip("vllm is installed")
     with pytest.raises(UserError, match="--sampler configs/external.py:vllm: .*'vllm'; set HUMANLINE_SAMPLER_COMMAND"):
         run("--sampler configs/external.py:vllm --sample-every 2")
 
 
-def test_two_ranks_train_on_what_one_sampler_drew(run, sampler, notes, tiny, data_files, varied, tmp_path):
+def test_two_ranks_train_on_the_completions_of_one_sampler(run, sampler, notes, tiny, data_files, varied, tmp_path):
     flags = f"--sampler {sampler()} --sample-every 4 --steps 4 --top-p 1e-9"  # any log-probs will do
     alone = run(flags)
     asked = notes()
@@ -381,7 +381,7 @@ PROMPTS = [[40, 41, 42]] * 3 + [[50]] * 2 + [[60, 61]] + [[40, 41, 42]]  # equal
 
 
 @pytest.mark.parametrize("settings", [dict(temperature=0.6), dict(top_p=0.8)])
-def test_draws_have_the_probabilities_that_they_report(tiny, settings):
+def test_completions_are_drawn_with_the_probabilities_that_are_reported(tiny, settings):
     policy, _, config = policy_of(tiny, max_new_tokens=1, **settings)
     count = 20_000
     drawn = humanline.sample(policy, [[40, 41, 42]] * count, [3], config, 0)
@@ -401,7 +401,7 @@ def test_draws_have_the_probabilities_that_they_report(tiny, settings):
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16"])
 @pytest.mark.parametrize("longest, cache", [(2, "FullLengthCache"), (9, "DynamicCache")])  # than the prompts
-def test_a_prompt_that_is_computed_once_changes_no_completion(tiny, monkeypatch, longest, cache, dtype):
+def test_computing_a_prompt_once_changes_no_completion(tiny, monkeypatch, longest, cache, dtype):
     policy, _, config = policy_of(tiny, max_new_tokens=longest, temperature=0.001, dtype=dtype)
     caches, prompt_cache = [], humanline.prompt_cache
     monkeypatch.setattr(humanline, "prompt_cache", lambda *args: caches.append(prompt_cache(*args)) or caches[-1])
@@ -418,7 +418,7 @@ def test_a_prompt_that_is_computed_once_changes_no_completion(tiny, monkeypatch,
 
 
 @pytest.mark.parametrize("longest", [2, 9])
-def test_no_cache_outlives_its_drawing(tiny, monkeypatch, longest):
+def test_no_cache_is_kept_after_a_drawing(tiny, monkeypatch, longest):
     policy, _, config = policy_of(tiny, max_new_tokens=longest)
     caches, prompt_cache = [], humanline.prompt_cache
 
@@ -436,7 +436,7 @@ def test_no_cache_outlives_its_drawing(tiny, monkeypatch, longest):
         gc.enable()
 
 
-def test_drawing_leaves_the_global_random_state_alone_and_is_a_function_of_the_seed(tiny):
+def test_drawing_depends_only_on_the_seed_and_does_not_touch_the_global_random_state(tiny):
     policy, _, config = policy_of(tiny, max_new_tokens=5)
     state = torch.random.get_rng_state()
     first, again, other = (humanline.sample(policy, PROMPTS, [3], config, seed) for seed in (1, 1, 2))

@@ -218,7 +218,7 @@ def test_servers_share_prompts_and_get_new_weights_first(engines, client, weight
         assert len(prompts) == 12
 
 
-def test_each_completion_has_a_seed_of_its_own_and_nothing_is_left_to_a_servers_defaults(
+def test_each_completion_has_its_own_seed_and_no_setting_is_left_to_the_servers_defaults(
         engines, client, weights):
     (vllm,), (sglang,) = engines(1), engines(1)
     folder, greedy = weights("1"), dict(SETTINGS, temperature=0.001)
@@ -275,7 +275,7 @@ FAILURES = {  # the route that fails; what is done to its answer, or instead; wh
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_server_that_fails_is_left_out_and_the_other_draws_its_share_until_all_are_lost(
+def test_a_server_that_fails_is_left_out_and_the_other_draws_its_share(
         engines, client, weights, capsys, failure):
     where, fail, says = FAILURES[failure]
     bad, good = engines(2)
@@ -321,7 +321,7 @@ def load_by_hand(engine: Engine, folder: str) -> None:
     engine.weights, engine.version = folder, "by hand"
 
 
-def test_what_was_drawn_by_other_weights_is_thrown_away_and_drawn_again(engines, client, weights):
+def test_completions_drawn_with_other_weights_are_discarded_and_drawn_again(engines, client, weights):
     (engine,) = engines(1)
     mine, theirs = weights("mine"), weights("theirs")
     has_changed = threading.Event()
@@ -336,7 +336,7 @@ def test_what_was_drawn_by_other_weights_is_thrown_away_and_drawn_again(engines,
     assert engine.routes().count(RELOAD) == 2 and engine.routes().count(DRAW) == 16
 
 
-def test_a_server_that_others_load_all_the_time_is_left_out(engines, client, weights):
+def test_a_server_whose_weights_others_keep_changing_is_left_out(engines, client, weights):
     (engine,) = engines(1)
     mine, theirs = weights("mine"), weights("theirs")
     engine.on = lambda route, body: load_by_hand(engine, theirs) if route == DRAW else None
@@ -344,7 +344,7 @@ def test_a_server_that_others_load_all_the_time_is_left_out(engines, client, wei
         draw(client([engine]), mine)
 
 
-def test_half_loaded_weights_go_by_no_name_that_a_client_could_take_for_its_own(engines, client, weights):
+def test_half_loaded_weights_never_have_a_version_that_a_client_expects(engines, client, weights):
     (engine,) = engines(1)
     draw(client([engine]), weights("1"))
     name, loading, reload, cache, ready = [route for route in engine.routes() if route != DRAW][:5]
@@ -355,7 +355,7 @@ def test_half_loaded_weights_go_by_no_name_that_a_client_could_take_for_its_own(
 
 
 @pytest.mark.parametrize("is_lora, route", [(False, RELOAD), (True, "/v1/load_lora_adapter")])
-def test_weights_of_an_earlier_process_are_not_taken_for_those_of_the_same_path(
+def test_weights_of_an_earlier_process_are_not_mistaken_for_those_at_the_same_path(
         engines, client, weights, is_lora, route):
     (engine,) = engines(1)
     folder = weights("1", is_lora)
@@ -408,7 +408,7 @@ def test_a_run_draws_from_servers_of_both_kinds(run, engines, monkeypatch, tmp_p
 
 # The engine on this machine, as a stand-in for vLLM sees it.
 
-def test_vllm_gets_adapters_beside_the_base_and_under_a_new_number_when_they_change(weights, monkeypatch):
+def test_vllm_gets_adapters_with_the_base_and_a_new_number_when_they_change(weights, monkeypatch):
     asked = []
 
     class LLM:

@@ -35,7 +35,7 @@ def shown(said: str, models: int) -> list[list[tuple[str, str]]]:
     return blocks
 
 
-def test_show_prints_what_the_models_say_and_what_it_is_worth(ask, tiny, prompts, varied):
+def test_show_prints_completions_and_their_rewards(ask, tiny, prompts, varied):
     said = ask(f"show --model {tiny} {tiny} --data {prompts} --prompts 3 --max-new-tokens 6 --reward {varied}")
     config = humanline.parse_config(["--model", tiny, "--reward", varied, "--max-new-tokens", "6"])
     rows = humanline.read_rows(prompts, config, "--data")
@@ -55,7 +55,7 @@ def test_show_prints_what_the_models_say_and_what_it_is_worth(ask, tiny, prompts
     assert ", truncated" in said and "(answer: " in said
 
 
-def test_greedy_completions_are_shown_once_and_are_those_of_accuracy(ask, tiny, prompts, tmp_path):
+def test_greedy_completions_are_shown_once_and_equal_those_of_accuracy(ask, tiny, prompts, tmp_path):
     said = ask(f"show --model {tiny} --data {prompts} --prompts 4 --samples 3 --greedy --max-new-tokens 4")
     ask(f"accuracy --model {tiny} --data {prompts} --limit 4 --samples 1 --max-new-tokens 4 --out drawn.jsonl")
     lines = map(json.loads, (tmp_path / "drawn.jsonl").read_text().splitlines())
@@ -64,7 +64,7 @@ def test_greedy_completions_are_shown_once_and_are_those_of_accuracy(ask, tiny, 
     assert said.count("→ reward") == 4
 
 
-def test_a_model_that_is_no_run_is_asked_and_rewarded_as_the_run_beside_it(ask, run, tiny, prompts, varied):
+def test_a_model_that_is_not_a_run_gets_the_prompts_and_reward_of_the_run_next_to_it(ask, run, tiny, prompts, varied):
     folder = run(f"--prompt-template <{{prompt}}> --system hello --max-new-tokens 3 --reward {varied} --steps 1")
     said = ask(f"show --model {tiny} {folder} --data {prompts} --prompts 2")
     first = rows_of("prompts")[0]["prompt"]
@@ -74,7 +74,7 @@ def test_a_model_that_is_no_run_is_asked_and_rewarded_as_the_run_beside_it(ask, 
     assert {reward for pair in rewards for reward in pair} - {"0", "1"}, "these are no rewards of --reward exact"
 
 
-def test_prompts_that_differ_between_runs_stand_in_the_columns(ask, run, prompts):
+def test_prompts_that_differ_between_runs_are_shown_in_the_columns(ask, run, prompts):
     folders = [run(f"--prompt-template {around} --steps 1") for around in ("<{prompt}>", "[{prompt}]")]
     said = ask(f"show --model {' '.join(map(str, folders))} --data {prompts} --prompts 1 --max-new-tokens 2")
     first = rows_of("prompts")[0]["prompt"]
@@ -143,7 +143,7 @@ def test_a_chat_remembers_its_turns_until_it_is_reset(talk, talker):
     assert talk(f"--model {talker} --max-new-tokens 5", "1", "2", "", "/reset", "3") == (said, heard)  # the seed's
 
 
-def test_a_chat_is_asked_as_in_training(talk, talker, run, data_files):
+def test_a_chat_uses_the_prompt_settings_of_training(talk, talker, run, data_files):
     data = data_files["groups"]
     folder = run("--steps 1 --system be --prompt-template <{prompt}> --max-new-tokens 3",
                  flags=["--model", talker, "--data", data, "--batch-size", "2"])
@@ -151,12 +151,12 @@ def test_a_chat_is_asked_as_in_training(talk, talker, run, data_files):
     assert first == "s:be;u:<1>;a:" and second == f"s:be;u:1;a:{one};u:<2>;a:" and len(one) <= 3
 
 
-def test_without_a_chat_template_each_text_is_continued_by_itself_which_is_said_once(talk, plain):
+def test_without_a_chat_template_each_text_is_continued_alone_with_one_warning(talk, plain):
     said, heard = talk(f"--model {plain} --max-new-tokens 4", "1", "2")
     assert [prompt for prompt, _ in heard] == ["1", "2"] and said.count(f"{plain} has no chat template") == 1
 
 
-def test_an_answer_streams_and_ctrl_c_stops_it_alone(talk, talker, monkeypatch):
+def test_an_answer_streams_and_ctrl_c_stops_only_that_answer(talk, talker, monkeypatch):
     _, ((_, whole),) = talk(f"--model {talker} --max-new-tokens 9", "1")
     count, put = iter(range(1, 100)), transformers.TextStreamer.put
 
@@ -180,21 +180,21 @@ def test_ctrl_c_at_the_prompt_ends_the_chat(talker, monkeypatch, capsys):
     assert evaluation.main(["chat", "--model", talker]) == 0 and capsys.readouterr().err == ""
 
 
-def test_a_dialogue_that_outgrows_the_model_begins_anew(talk, talker):
+def test_a_dialogue_too_long_for_the_model_starts_again(talk, talker):
     long = "1" * 30  # of 64 positions
     said, heard = talk(f"--model {talker} --max-new-tokens 20", long, long, "2", "3" * 70, "4")
     assert said.count("[the dialogue exceeds the model's 64 positions: starting a new one;") == 2
     assert [prompt for prompt, _ in heard] == [f"u:{long};a:", "u:2;a:", "u:4;a:"]
 
 
-def test_a_chat_by_pipe_reads_any_bytes_and_ends_with_its_input(talker, tmp_path):
+def test_a_piped_chat_reads_any_bytes_and_ends_with_its_input(talker, tmp_path):
     line = [sys.executable, str(ROOT / "eval.py"), "chat", "--model", talker, "--max-new-tokens", "2"]
     done = subprocess.run(line, input=b"1\n\xff\n", capture_output=True, cwd=tmp_path, env={**os.environ})
     said = done.stdout.decode()
     assert (done.returncode, done.stderr) == (0, b"") and said.count(f"\n{talker}> ") == 2 and said.endswith("you> \n")
 
 
-def test_a_template_that_refuses_the_dialogue_is_one_line(tiny, tmp_path, monkeypatch, capsys):
+def test_a_template_that_refuses_the_dialogue_gives_a_one_line_error(tiny, tmp_path, monkeypatch, capsys):
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     folder = with_template(tiny, refusal + TEMPLATE, tmp_path / "strict")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"1\n")))

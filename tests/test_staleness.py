@@ -10,7 +10,7 @@ import humanline
 from humanline import Config, Group, group_advantages, make_units, taper_weight
 
 
-def test_the_weight_falls_to_0_as_the_surprisal_doubles_and_for_the_worse_alone():
+def test_the_weight_falls_to_0_as_the_surprisal_doubles_for_worse_completions_only():
     d, mu = torch.zeros(7, 40), torch.zeros(7, 40)
     mu[0, 3], d[0, 3] = -2.0, -0.5  # surprised the sampler by 2 nats, and the policy by 2.5
     mu[1], d[1] = -2.0, -0.5  # the same of each of many tokens
@@ -28,7 +28,7 @@ def test_the_weight_falls_to_0_as_the_surprisal_doubles_and_for_the_worse_alone(
     assert weigh(d, worse, 0.03)[:, 0].tolist() == pytest.approx([1 - 0.5 / 1.2, 0.0, 0.6, 1.0, 0.0, 0.0, 1.0])
 
 
-def test_in_a_pair_the_chosen_one_keeps_one_part_in_its_surprisal_of_what_the_rejected_one_loses():
+def test_in_a_pair_the_chosen_completion_loses_weight_with_the_rejected_one_except_one_part_in_its_surprisal():
     d, mu, worse = torch.zeros(6, 4), torch.full((6, 4), -2.0), torch.tensor([False, True] * 3)  # 8 nats each
     mu[2] = 0.0  # a chosen one that the sampler was sure of: at least 1 nat
     d[1], d[3], d[4], d[5] = -1.0, -1.0, -9.0, 1.0  # what the chosen one does is not asked
@@ -39,7 +39,7 @@ def test_in_a_pair_the_chosen_one_keeps_one_part_in_its_surprisal_of_what_the_re
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
-def test_the_taper_scales_the_gradient_of_the_worse_completions_and_no_value(tiny, loss):
+def test_the_taper_scales_the_gradient_of_worse_completions_and_not_the_loss(tiny, loss):
     policy, _, plain = policy_of(tiny, loss=loss)
     tapered = dataclasses.replace(plain, taper=True)
     batch = random_batch(loss)
@@ -63,7 +63,7 @@ def test_the_taper_scales_the_gradient_of_the_worse_completions_and_no_value(tin
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo"])
-def test_offline_the_initial_policy_stands_in_for_an_unknown_sampler(run, tiny, monkeypatch, loss):
+def test_offline_the_initial_policy_replaces_an_unknown_sampler(run, tiny, monkeypatch, loss):
     seen, forward = [], humanline.forward_backward
 
     def spied(policy, batch, config):
@@ -78,7 +78,7 @@ def test_offline_the_initial_policy_stands_in_for_an_unknown_sampler(run, tiny, 
 
 # The prior.
 
-def test_a_prior_is_that_many_rollouts_more_with_the_mean_reward_of_all():
+def test_a_prior_acts_like_that_many_more_rollouts_with_the_mean_reward_of_all_groups():
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     ids = torch.tensor([0, 0, 0, 1, 1, 1])
     advantages = group_advantages(rewards, ids, prior=1.0, prior_mean=0.7)
@@ -90,7 +90,7 @@ def test_a_prior_is_that_many_rollouts_more_with_the_mean_reward_of_all():
     assert torch.equal(group_advantages(rewards, ids, prior=0.0, prior_mean=0.7), group_advantages(rewards, ids))
 
 
-def test_a_group_that_is_all_right_says_so_and_one_that_is_all_wrong_too():
+def test_with_a_prior_a_group_that_is_all_right_or_all_wrong_has_advantages():
     for prior in (0, 1):
         groups = []
         for i, reward in enumerate((1.0, 0.0)):

@@ -54,7 +54,7 @@ def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(ti
 
 
 @pytest.mark.parametrize("average", ["token", "sequence", "constant"])
-def test_grpo_averages_over_the_whole_batch_with_the_sequences_that_teach_nothing(tiny, average):
+def test_grpo_averages_over_the_whole_batch_including_idle_sequences(tiny, average):
     policy, _, config = policy_of(tiny, average=average, epsilon=0.1, epsilon_high=0.4, microbatch_tokens=30,
                                   max_new_tokens=11)
     batch = random_batch("grpo")
@@ -75,7 +75,7 @@ def test_grpo_averages_over_the_whole_batch_with_the_sequences_that_teach_nothin
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_sampling_rejects_with_the_gammas_betas_and_seed_of_the_settings(tiny, loss):
+def test_sampling_rejects_with_the_configured_gammas_betas_and_seed(tiny, loss):
     betas = dict(gamma_p=0.3, gamma_r=0.1, beta_p=0.7, beta_r=1.4)
     policy, _, config = policy_of(tiny, loss=loss, perception="sample", seed=5, **betas)
     batch = random_batch(loss)
@@ -89,7 +89,7 @@ def test_sampling_rejects_with_the_gammas_betas_and_seed_of_the_settings(tiny, l
         assert 0 < report[name] == pytest.approx((verdicts == verdict).double().mean().item()), name
 
 
-def test_a_batch_of_one_kind_or_of_nothing_is_a_step_like_any_other(tiny):
+def test_a_batch_of_one_kind_and_an_empty_batch_can_be_trained_on(tiny):
     policy, _, config = policy_of(tiny, loss="kto", perception="clip")
     batch = random_batch("kto")
     batch.sequences, batch.mismatched = [sequence for sequence in batch.sequences if not sequence.is_chosen], []
@@ -99,7 +99,7 @@ def test_a_batch_of_one_kind_or_of_nothing_is_a_step_like_any_other(tiny):
         assert humanline.forward_backward(policy, Batch(1, [], [], 0.5), empty)["loss"] == 0
 
 
-def test_the_policys_log_probs_are_reported_of_all_and_of_wanted_completions(tiny):
+def test_log_probs_of_the_policy_are_reported_for_all_and_for_wanted_completions(tiny):
     policy, _, config = policy_of(tiny, loss="grpo", perception="none")
     batch = random_batch("grpo")
     batch.sequences[2].is_idle = True  # it teaches nothing, and is left out
@@ -112,7 +112,7 @@ def test_the_policys_log_probs_are_reported_of_all_and_of_wanted_completions(tin
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
-def test_the_margin_is_of_implicit_rewards_and_ess_of_the_samplers_importance_weights(tiny, loss):
+def test_the_margin_is_that_of_implicit_rewards_and_ess_that_of_the_importance_weights(tiny, loss):
     policy, _, config = policy_of(tiny, loss=loss, beta=0.3, log_eps_p=-0.5, log_eps_r=0.8)
     batch = random_batch(loss)
     rewards, weights = {True: [], False: []}, []
@@ -141,7 +141,7 @@ def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", ["--sync-k 2", "--sync-k 2 --sample-every 3"])
-def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch, flags):
+def test_a_sync_looks_ahead_only_to_the_next_sync(run, monkeypatch, flags):
     computed, sequence_logps = [], humanline.sequence_logps
 
     def note(policy, sequences, config):
@@ -162,14 +162,14 @@ RESUMED = [
 
 
 @pytest.mark.parametrize("flags, stop", RESUMED, ids=[flags for flags, _ in RESUMED])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, flags, stop):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(run, flags, stop):
     flags += " --steps 8 --save-every 1 --keep 9"
     whole = run(flags)
     resumed = run(f"{flags} --resume {whole}/checkpoint/step-{stop:08d}")
     assert timeless(resumed) == timeless(whole)[stop:] and same_weights(resumed, whole)
 
 
-def test_resume_starts_afresh_where_there_is_no_checkpoint_and_skips_a_damaged_one(run, tmp_path, capsys):
+def test_resume_starts_from_scratch_without_a_checkpoint_and_skips_a_damaged_one(run, tmp_path, capsys):
     out = str(tmp_path / "out")
     folder = run("--steps 4 --save-every 1 --keep 3 --resume latest", out=out)
     whole = (folder / "final" / "model.safetensors").read_bytes()
@@ -200,7 +200,7 @@ def test_only_what_changes_no_result_may_differ_in_a_resumed_run(run, tmp_path, 
             run(f"--steps 4 --save-every 2 --resume latest {flags}", out=out)
 
 
-def test_a_nan_is_one_line_and_status_1_and_leaves_the_last_checkpoint(
+def test_a_nan_gives_a_one_line_error_and_exit_status_1_and_keeps_the_last_checkpoint(
         tiny, data_files, tmp_path, monkeypatch, capsys):
     out, calls = tmp_path / "out", itertools.count(1)
     forward = humanline.forward_backward

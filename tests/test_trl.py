@@ -71,7 +71,7 @@ def test_log_ratios_outside_the_clip_pass_no_gradient_and_inside_it_change_nothi
     assert plain[-1]["loss"] != train(tiny, tmp_path, lines())[0][-1]["loss"]
 
 
-def test_without_clip_and_sync_the_lines_are_trls_own_dpo(tiny, tmp_path):
+def test_without_clip_and_sync_the_lines_equal_plain_trl_dpo(tiny, tmp_path):
     code = lines().replace("-1.5, 1.5", "-1e6, 1e6").replace("ref_model_sync_steps == 0", "ref_model_sync_steps == -1")
     ours = train(tiny, tmp_path, code)[0]
     theirs = train(tiny, tmp_path, "import trl\ntrainer = trl.DPOTrainer(model, args=args, train_dataset=dataset)")[0]
