@@ -362,14 +362,14 @@ def verdict(gib: dict, size: int) -> str:
 
 def smallest(result: dict) -> list[tuple[int, int, float]]:
     """Where a config fits, fewest GPUs first: their number, size and the GiB that it takes on each."""
-    found = []
+    smallest_machines = []
     fewest = math.inf
     for size in GPUS:
         for ranks, gib in result["gib"].items():
             if verdict(gib, size) == "fits" and int(ranks) < fewest:  # larger GPUs only where fewer are enough
                 fewest = int(ranks)
-                found.insert(0, (fewest, size, peak(gib)))
-    return found
+                smallest_machines.insert(0, (fewest, size, peak(gib)))
+    return smallest_machines
 
 def machines(result: dict) -> str:
     """The same in words: "one GPU of 80 GB (67 GiB of 80) or two GPUs of 24 GB (19 GiB of 24)"."""
@@ -461,7 +461,7 @@ def main(argv: list[str]) -> int:
     files = [word for word in argv if word.endswith(".toml")]
     own = {"--measure", "--real", "--store", "--table"} & set(argv)
     flags = [word for word in argv if word not in {*own, *files}]
-    known = {}  # by the settings that change memory
+    estimates = {}  # by the settings that change memory
     try:
         for file in files or sorted(map(str, (ROOT / "configs").glob("*.toml"))):
             name = dict(config=Path(file).stem, flags=" ".join(flags))
@@ -477,9 +477,9 @@ def main(argv: list[str]) -> int:
             else:
                 settings = memory_settings(read(file, flags))
                 key = json.dumps(settings)
-                if key not in known:
-                    known[key] = gib_by_ranks(file, flags)
-                parameters, gib = known[key]
+                if key not in estimates:
+                    estimates[key] = gib_by_ranks(file, flags)
+                parameters, gib = estimates[key]
                 result = name | dict(settings=settings, parameters=parameters, gib=gib)
                 show(file, flags, result)
             if "--store" in own:

@@ -188,7 +188,7 @@ def test_a_custom_sampler_needs_one_file(run, tmp_path):
     folder = run(f"--sample-every 1 --steps 1 --batch-size 2 --sampler {path}:best_of_two")
     lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     [line] = metrics(folder)
-    assert len(lines) == 8 and line["sampler_gap"] < 1e-4  # what it said of log-probs is true
+    assert len(lines) == 8 and line["sampler_gap"] < 1e-4  # the log-probs that it reported are right
 
 
 def test_a_new_metric_needs_one_line(tiny, tmp_path):
@@ -206,14 +206,14 @@ def test_a_new_metric_needs_one_line(tiny, tmp_path):
 @pytest.mark.parametrize("mode", ["--sync-k 1", "--no-humanline"])
 def test_a_kl_term_in_dpo_needs_one_edit_and_is_not_always_0_online(tiny, data_files, varied, tmp_path, mode):
     changed = patched(tmp_path, DPO_WITH_KL, DPO_SETTINGS)
-    found = []
+    runs = []
     for kl_beta in (0.0, 0.5):
         out = tmp_path / f"kl{kl_beta}"
         flags = (f"--model {tiny} --data {data_files['groups']} --loss dpo --sample-every 1 --steps 3 --batch-size 4 "
                  f"--lr 1e-2 --max-new-tokens 4 --group-size 4 --reward {varied} --kl-beta {kl_beta} {mode}")
         changed.train(changed.parse_config([*flags.split(), "--out", str(out)]))
-        found.append(metrics(out))
-    without, with_kl = found
+        runs.append(metrics(out))
+    without, with_kl = runs
     assert with_kl[0]["kl"] == 0 < min(line["kl"] for line in with_kl[1:])
     assert with_kl[1]["grad_norm"] != without[1]["grad_norm"]
 
@@ -222,13 +222,13 @@ def test_a_clip_that_anneals_needs_one_edit(tiny, tmp_path):
     changed = patched(tmp_path, ANNEALED_CLIP)
     policy, _, config = policy_of(tiny, loss="kto")
     batch = random_batch("kto")
-    found = {}
+    reports = {}
     for step in (1, 3):
         batch.step = step
         fixed = humanline.Config(model=tiny, loss="kto", log_eps_r=1.5 / step)
-        found[step] = changed.forward_backward(policy, batch, config)
-        assert found[step] == humanline.forward_backward(policy, batch, fixed)
-    assert found[3]["clamped_high"] > found[1]["clamped_high"]
+        reports[step] = changed.forward_backward(policy, batch, config)
+        assert reports[step] == humanline.forward_backward(policy, batch, fixed)
+    assert reports[3]["clamped_high"] > reports[1]["clamped_high"]
 
 
 # A loss says in its entry what it needs.

@@ -287,8 +287,8 @@ def test_two_runs_in_one_folder_do_not_overlap(tiny, data_files, tmp_path, monke
     monkeypatch.setattr(humanline, moment, beside_another)
     status = humanline.main(flags)
     assert sorted([status, *others]) == [0, 2] and len(metrics(tmp_path / "out")) == 1
-    said = {"load_policy": "holds a finished run", "lock": "another process is training in it"}[moment]
-    assert said in capsys.readouterr().err
+    expected = {"load_policy": "holds a finished run", "lock": "another process is training in it"}[moment]
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["file", "file/inside", "x" * 300])

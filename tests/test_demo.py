@@ -82,8 +82,8 @@ def test_each_loss_has_its_settings_and_a_custom_loss_those_of_its_unit(loss, mo
 
 def test_model_without_data_or_data_without_model_gives_a_one_line_error(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for given, lacking in (("--model", "--data is missing"), ("--data", "--model is missing")):
-        assert humanline.main([given, str(DEMO)]) == 2 and lacking in capsys.readouterr().err
+    for flag, error in (("--model", "--data is missing"), ("--data", "--model is missing")):
+        assert humanline.main([flag, str(DEMO)]) == 2 and error in capsys.readouterr().err
 
 
 def test_the_demo_is_what_its_maker_records():

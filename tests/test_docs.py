@@ -34,12 +34,12 @@ def test_every_path_in_the_readme_exists():
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "tests" / "claims" / "metrics.md"], ids=lambda path: path.name)
 def test_every_flag_in_the_documentation_exists(path):
-    known = {name.replace("_", "-") for name in humanline.Config.__dataclass_fields__}
-    known |= {f"no-{name}" for name in known}
-    others = {"nproc_per_node", "shutdown-timeout", "help", "real", "rounds", "train-steps"}  # of other programs
+    flags = {name.replace("_", "-") for name in humanline.Config.__dataclass_fields__}
+    flags |= {f"no-{name}" for name in flags}
+    of_other_programs = {"nproc_per_node", "shutdown-timeout", "help", "real", "rounds", "train-steps"}
     used = set(re.findall(r"--([a-z][\w-]*)", path.read_text()))
-    assert used - known - others == set()
-    assert path.name != "README.md" or others <= used
+    assert used - flags - of_other_programs == set()
+    assert path.name != "README.md" or of_other_programs <= used
 
 
 def test_every_eval_command_in_the_readme_and_the_configs_exists():

@@ -30,9 +30,9 @@ def ask(tmp_path, monkeypatch, capsys):
 
     def run(command: str) -> str:
         status = evaluation.main(command.split())
-        said = capsys.readouterr()
-        assert status == 0, said.err
-        return said.out
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        return captured.out
 
     return run
 
@@ -131,7 +131,7 @@ def problems(tiny, tmp_path_factory):
 
 
 def test_accuracy_agrees_with_its_samples(ask, tiny, problems, tmp_path):
-    said = ask(f"accuracy --model {tiny} {tiny} --data {problems} --samples 4 --k 1 2 --max-new-tokens 1")
+    output = ask(f"accuracy --model {tiny} {tiny} --data {problems} --samples 4 --k 1 2 --max-new-tokens 1")
     lines = read_lines(tmp_path / "evals" / "accuracy.jsonl")
     answers = [row["answer"] for row in read_lines(Path(problems))]
     assert len(lines) == 2 * 30 * (4 + 1)
@@ -142,9 +142,9 @@ def test_accuracy_agrees_with_its_samples(ask, tiny, problems, tmp_path):
     correct = np.reshape([line["reward"] for line in sampled], (30, 4)).sum(1)
     pass_at_2 = np.mean([pass_at_k(4, int(c), 2) for c in correct])
     expected = [mean("reward"), pass_at_2, mean("reward", greedy), mean("tokens"), mean("truncated")]
-    assert line_of(said, tiny)[::3] == pytest.approx(expected, abs=6e-4)
-    assert "by level (number of problems)\n" in said and "1 (15)" in said
-    assert f"difference from {tiny}, paired by problem; comparisons: 1\n" in said
+    assert line_of(output, tiny)[::3] == pytest.approx(expected, abs=6e-4)
+    assert "by level (number of problems)\n" in output and "1 (15)" in output
+    assert f"difference from {tiny}, paired by problem; comparisons: 1\n" in output
 
 
 def test_greedy_answers_are_the_most_likely_and_files_are_not_overwritten(ask, tiny, problems, tmp_path):
@@ -167,8 +167,8 @@ def test_a_run_with_a_custom_loss_is_evaluated_with_all_its_settings(ask, run, p
     settings = folder / "config.toml"
     settings.write_text(settings.read_text().replace('"dpo"', '"mine"'))
     monkeypatch.setattr(humanline, "LOSSES", dict(humanline.LOSSES))
-    said = ask(f"accuracy --model {folder} --data {problems} --limit 2 --samples 2 --max-new-tokens 3")
-    assert "pass@1" in said
+    output = ask(f"accuracy --model {folder} --data {problems} --limit 2 --samples 2 --max-new-tokens 3")
+    assert "pass@1" in output
 
 
 def test_the_settings_of_a_run_are_used_and_flags_override_them(ask, run, problems, tmp_path):
@@ -215,34 +215,34 @@ def judges(tmp_path):
 def test_a_model_does_not_beat_itself(ask, tiny, problems, judges):
     covered, flags = 0, f"--model {tiny} --against {tiny} --data {problems}"
     for seed in range(3):  # each interval misses the truth 5 % of the time
-        said = ask(f"winrate {flags} --judge {judges}:longer --samples 4 --seed {seed} --max-new-tokens 9")
+        output = ask(f"winrate {flags} --judge {judges}:longer --samples 4 --seed {seed} --max-new-tokens 9")
         for name in ("win rate", "length-controlled"):
-            _, low, high = line_of(said, name)[:3]
+            _, low, high = line_of(output, name)[:3]
             covered += low <= 0.5 <= high and high - low < 0.4
-        assert "losses 0.0" not in said  # the samples differ, so lengths do, too
+        assert "losses 0.0" not in output  # the samples differ, so lengths do, too
     assert covered >= 5
-    said = ask(f"winrate {flags} --judge {judges}:lopsided --max-new-tokens 3")  # it is asked in both orders
-    assert line_of(said, "win rate")[0] == 0.5 and "wins 0.000, ties 1.000, losses 0.000" in said
-    assert line_of(said, "position bias of the judge")[0] == 0.6
+    output = ask(f"winrate {flags} --judge {judges}:lopsided --max-new-tokens 3")  # it is asked in both orders
+    assert line_of(output, "win rate")[0] == 0.5 and "wins 0.000, ties 1.000, losses 0.000" in output
+    assert line_of(output, "position bias of the judge")[0] == 0.6
 
 
 def test_the_higher_reward_wins_and_ties_count_half(ask, tiny, data_files, tmp_path):
-    said = ask(f"winrate --model {tiny} --against data --data {data_files['groups']} --max-new-tokens 3 "
+    output = ask(f"winrate --model {tiny} --against data --data {data_files['groups']} --max-new-tokens 3 "
                "--out pairs.jsonl")
     pairs, rows = read_lines(tmp_path / "pairs.jsonl"), read_lines(Path(data_files["groups"]))
     for pair, row in zip(pairs, rows):
         assert pair["against"] == row["completions"][int(np.argmax(row["scores"]))]
         ours, theirs = (text.strip() == row["answer"] for text in (pair["output"], pair["against"]))
         assert pair["preference"] == 0.5 + (ours - theirs) / 2
-    assert math.isclose(line_of(said, "win rate")[0], np.mean([pair["preference"] for pair in pairs]), abs_tol=6e-4)
+    assert math.isclose(line_of(output, "win rate")[0], np.mean([pair["preference"] for pair in pairs]), abs_tol=6e-4)
 
 
 def test_win_rates_compare_only_with_desirable_completions_of_the_data(ask, tiny, tmp_path, capsys):
     labels = [False, True, True, False, True]
     rows = [dict(prompt=f"p{i}", completion=f"c{i}", label=label, answer="x") for i, label in enumerate(labels)]
     data = write_jsonl(tmp_path / "labels.jsonl", rows)
-    said = ask(f"winrate --model {tiny} --against data --data {data} --max-new-tokens 3 --out pairs.jsonl")
-    assert [pair["against"] for pair in read_lines(tmp_path / "pairs.jsonl")] == ["c1", "c2", "c4"] and "3 prompts" in said
+    output = ask(f"winrate --model {tiny} --against data --data {data} --max-new-tokens 3 --out pairs.jsonl")
+    assert [pair["against"] for pair in read_lines(tmp_path / "pairs.jsonl")] == ["c1", "c2", "c4"] and "3 prompts" in output
     data = write_jsonl(tmp_path / "bad.jsonl", [row for row in rows if not row["label"]])
     assert evaluation.main(f"winrate --model {tiny} --data {data} --max-new-tokens 3".split()) == 2
     assert "or no desirable completion; compare with a model instead: --against MODEL" in capsys.readouterr().err
@@ -261,7 +261,7 @@ def test_the_pairs_of_a_win_rate_are_converted_to_the_format_of_alpaca_eval(ask,
 
 def test_a_run_is_prompted_with_its_own_template_and_a_model_next_to_it_like_the_run(
         ask, run, tiny, problems, judges, monkeypatch):
-    one, other = (run(f"--prompt-template {word}{{prompt}} --max-new-tokens 3 --steps 1") for word in "QR")
+    first, second = (run(f"--prompt-template {word}{{prompt}} --max-new-tokens 3 --steps 1") for word in "QR")
     encode, prompts = evaluation.encode, []
 
     def note(sampler, rows, offline):
@@ -270,7 +270,7 @@ def test_a_run_is_prompted_with_its_own_template_and_a_model_next_to_it_like_the
 
     monkeypatch.setattr(evaluation, "encode", note)
     flags = f"--data {problems} --judge {judges}:longer --limit 3"
-    for model, against in ((one, other), (one, tiny), (tiny, one)):
+    for model, against in ((first, second), (first, tiny), (tiny, first)):
         ask(f"winrate --model {model} --against {against} {flags}")
     assert prompts == ["Q3", "R3", "Q3", "Q3", "Q3", "Q3"]
 
@@ -293,14 +293,14 @@ def two_sources(tiny, tmp_path_factory):
 
 
 def test_data_ranks_sources_by_likelihood_and_gives_advice(ask, tiny, two_sources, tmp_path):
-    said = ask(f"data --model {tiny} --data {two_sources['other']} {two_sources['own']} --max-new-tokens 6 "
+    output = ask(f"data --model {tiny} --data {two_sources['other']} {two_sources['own']} --max-new-tokens 6 "
                "--out data.svg")
-    own, own_low, own_high, other = line_of(said, "mean log-prob, nats/token")[:4]
+    own, own_low, own_high, other = line_of(output, "mean log-prob, nats/token")[:4]
     assert own > other + 1 and own_low < own < own_high
-    gap, low, high = line_of(said, f"{two_sources['other']}:")[:3]
+    gap, low, high = line_of(output, f"{two_sources['other']}:")[:3]
     assert math.isclose(gap, other - own, abs_tol=2e-3) and low < gap < high < 0
-    assert line_of(said, "less likely than 3/4 of its samples")[3] > 0.9
-    assert f"{two_sources['other']}: not good enough" in said
+    assert line_of(output, "less likely than 3/4 of its samples")[3] > 0.9
+    assert f"{two_sources['other']}: not good enough" in output
     assert "mean token log-prob" in (tmp_path / "data.svg").read_text()
 
 
@@ -326,10 +326,10 @@ def test_advice_follows_from_the_models_own_samples(nats, scores, advice):
 def test_data_counts_duplicates_dropped_completions_and_groups_without_a_difference(ask, tiny, tmp_path):
     rows = [dict(prompt=f"p{i}", completions=["aa", "aa", "bbb"], scores=[1, 1, 1 if i < 15 else 0]) for i in range(20)]
     rows[0]["completions"][2] *= 30
-    said = ask(f"data --model {tiny} --data {write_jsonl(tmp_path / 'odd.jsonl', rows)} --own 0 --max-new-tokens 4")
+    output = ask(f"data --model {tiny} --data {write_jsonl(tmp_path / 'odd.jsonl', rows)} --own 0 --max-new-tokens 4")
     expected = {"completions": 57, "duplicates": 19, "dropped, too long": 3, "groups without a difference": 0.737,
                 "best minus worst reward": 0.263}
-    assert {name: line_of(said, name)[0] for name in expected} == expected and "own samples" not in said
+    assert {name: line_of(output, name)[0] for name in expected} == expected and "own samples" not in output
 
 
 # perception.
@@ -430,17 +430,17 @@ def test_bad_input_gives_a_one_line_error_and_exit_status_2(command, message, ti
     write_jsonl(Path("groups.jsonl"), rows_of("groups"))
     write_jsonl(Path("noanswer.jsonl"), [dict(prompt="p")])
     status = evaluation.main(command.replace("TINY", tiny).replace("OTHER", str(other_vocabulary)).split())
-    said = capsys.readouterr()
-    assert (status, said.out) == (2, "") and not Path("evals").exists()
-    [line] = [line for line in said.err.splitlines() if "warning" not in line]
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, "") and not Path("evals").exists()
+    [line] = [line for line in captured.err.splitlines() if "warning" not in line]
     assert line.startswith("eval.py: error: ") and message in line
 
 
 def test_the_command_line_works_as_typed(tmp_path):
     line = [sys.executable, str(ROOT / "eval.py"), "plot", "none"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
-    said = "eval.py: error: plot none: no such run; pass a folder that contains metrics.jsonl\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    error = "eval.py: error: plot none: no such run; pass a folder that contains metrics.jsonl\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", error)
 
 
 # --track, in humanline.py.
@@ -449,12 +449,12 @@ def test_the_command_line_works_as_typed(tmp_path):
 def test_a_tracker_gets_every_line_of_the_metrics(run, monkeypatch):
     with pytest.raises(humanline.UserError, match="--track absent: No module named 'absent'; pip install it"):
         run("--track absent")
-    for functions, lacking in ((dict(log=print), "init"), (dict(init=lambda **given: None), "log")):
+    for functions, lacking in ((dict(log=print), "init"), (dict(init=lambda **kwargs: None), "log")):
         monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(**functions))
         with pytest.raises(humanline.UserError, match=f"no attribute '{lacking}'; pass wandb, or a module"):
             run("--track mine")
     settings, lines = {}, []
-    tracker = SimpleNamespace(init=lambda **given: settings.update(given),
+    tracker = SimpleNamespace(init=lambda **kwargs: settings.update(kwargs),
                               log=lambda line, step: lines.append((step, dict(line))))
     monkeypatch.setitem(sys.modules, "wandb", tracker)
     folder = run("--track wandb --steps 3")

@@ -116,9 +116,9 @@ def test_a_stopped_command_exits_with_the_status_of_its_signal_and_says_how_to_r
     output, error = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in error
     assert f"{number.name}: stopping after this step" in error
-    said = output.splitlines()[-1]
-    assert said.startswith("stopped after step ") and "--resume latest" in said
-    again = shlex.split(said.split(f"python {ROOT}/humanline.py ")[1])
+    last_line = output.splitlines()[-1]
+    assert last_line.startswith("stopped after step ") and "--resume latest" in last_line
+    again = shlex.split(last_line.split(f"python {ROOT}/humanline.py ")[1])
     assert command(*again).returncode == 0
     assert (out / "final").exists()
 

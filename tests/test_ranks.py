@@ -186,7 +186,7 @@ torch.distributed.destroy_process_group()
 def test_sharded_weights_are_gathered_once_per_drawing_and_not_for_each_token(tiny, data_files, varied, tmp_path):
     (tmp_path / "gathers.py").write_text(GATHERS + END)
     process = torchrun(tmp_path / "gathers.py", "--model", tiny, "--data", data_files["groups"], "--reward", varied)
-    said, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    (short, first), (long, second) = json.loads(re.search("counts (.*)", said)[1])
+    (short, first), (long, second) = json.loads(re.search("counts (.*)", output)[1])
     assert first and second and short == long > 0  # the weights lie in parts again

@@ -37,7 +37,7 @@ def process_number(reward: humanline.Reward) -> int:
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[tuple[str, str]]:
+def comparisons(monkeypatch) -> list[tuple[str, str]]:
     """The pairs of answers that are passed to math-verify, which is replaced by one that accepts all of
     them."""
     pairs = []
@@ -89,24 +89,24 @@ def test_the_reference_is_the_rows_answer_or_the_box_of_its_solution(row, answer
     ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})"), ("\\text{Evelyn}", "Evelyn"),
     ("5.4 \\text{ cents}", "5.4 cents"),
 ])
-def test_equal_strings_and_numbers_do_not_need_the_math_library(asked, reference, answer):
-    assert math_reward.same_answer(reference, answer) is True and not asked
+def test_equal_strings_and_numbers_do_not_need_the_math_library(comparisons, reference, answer):
+    assert math_reward.same_answer(reference, answer) is True and not comparisons
 
 
 @pytest.mark.parametrize("reference, answer", [
     ("18", "19"), ("18", ""), ("", "18"), ("1.5", "15"), ("18", "1" * 100_000), ("0.001", "0"), ("1,234", "234")])
-def test_different_numbers_do_not_need_the_math_library(asked, reference, answer):
-    assert math_reward.same_answer(reference, answer) is False and not asked
+def test_different_numbers_do_not_need_the_math_library(comparisons, reference, answer):
+    assert math_reward.same_answer(reference, answer) is False and not comparisons
 
 
 @pytest.mark.parametrize("reference, answer", [("\\frac{1}{23}", "\\frac{12}{3}"), ("1,2", "12"),
                                                ("x_{12}", "x_12"), ("\\leftarrow", "arrow")])
-def test_answers_that_a_comparison_of_strings_cannot_decide_go_to_the_math_library(asked, reference, answer):
-    assert math_reward.same_answer(reference, answer) is True and asked == [(reference, answer)]
+def test_answers_that_a_comparison_of_strings_cannot_decide_go_to_the_math_library(comparisons, reference, answer):
+    assert math_reward.same_answer(reference, answer) is True and comparisons == [(reference, answer)]
 
 
-def test_a_mixed_number_is_not_read_as_a_longer_fraction(asked):
-    assert math_reward.same_answer("1 1/2", "11/2") is True and asked == [("1\\frac{1}{2}", "11/2")]
+def test_a_mixed_number_is_not_read_as_a_longer_fraction(comparisons):
+    assert math_reward.same_answer("1 1/2", "11/2") is True and comparisons == [("1\\frac{1}{2}", "11/2")]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_hostile_answers_affect_no_other_answer(math_score, tmp_path, capsys):
                "x" * 100_000, "\\boxed{" * 10_000, "\\boxed{" + "1+" * 50_000 + "1}", "answer is " * 10_000,
                "#### " + "9" * 5000, "\ud800", "\x00", "\\boxed{\\sum_{n=1}^{10^{12}} n^{-3}}"]
     started = time.perf_counter()
-    completions = [text for one in hostile for text in (one, "\\boxed{16/2}")]
+    completions = [text for answer in hostile for text in (answer, "\\boxed{16/2}")]
     scores = math_score([PROMPT] * len(completions), completions, [{"answer": "8"}] * len(completions))
     assert time.perf_counter() - started < 3.0 * len(hostile)
     assert set(scores[::2]) == {0.0, None} and set(scores[1::2]) == {1.0}

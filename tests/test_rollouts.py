@@ -78,11 +78,11 @@ def test_an_empty_completion_can_be_read_back(run, tiny, tmp_path):
     assert row.completions == ["", "b"] and row.tokens[0] == [3] and row.rewards == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("more, known", [
+@pytest.mark.parametrize("settings, usable", [
     (dict(temperature=1.0, top_p=1.0), True), (dict(temperature=0.9), False), (dict(top_p=0.9), False)])
-def test_log_probs_of_rollouts_are_used_only_if_drawn_at_temperature_1_and_top_p_1(more, known):
-    fields = dict(prompt="a", completion="b", reward=1.0, tokens=[37, 3], logps=[-0.1, -0.2], **more)
-    assert humanline.read_row(fields, "row 1", Config()).logps == [[-0.1, -0.2]] * known
+def test_log_probs_of_rollouts_are_used_only_if_drawn_at_temperature_1_and_top_p_1(settings, usable):
+    fields = dict(prompt="a", completion="b", reward=1.0, tokens=[37, 3], logps=[-0.1, -0.2], **settings)
+    assert humanline.read_row(fields, "row 1", Config()).logps == [[-0.1, -0.2]] * usable
 
 
 def test_rows_of_another_model_do_not_affect_the_other_rows(tiny, tmp_path, capsys):

@@ -121,25 +121,25 @@ def sampler(tmp_path, monkeypatch):
 def test_a_sampler_gets_the_current_weights_for_each_drawing(run, sampler, notes, data_files, tiny):
     whole = run(f"--sampler {sampler()} --sample-every 2 --steps 6 --temperature 0.7 "
                 f"--top-p 0.9 --eval-data {data_files['prompts']} --eval-every 2 --eval-samples 3")
-    asked = notes()
-    assert len({note["pid"] for note in asked}) == 1  # one process for the run
+    calls = notes()
+    assert len({note["pid"] for note in calls}) == 1  # one process for the run
     # Before the first step and after every second one: held-out samples, their greedy completions, the next
     # drawing.
-    assert [note["count"] for note in asked] == [3, 1, 4] * 3 + [3, 1]
-    assert [len(note["prompts"]) for note in asked] == [24, 24, 8] * 3 + [24, 24]
-    folders = [note["weights"] for note in asked]
+    assert [note["count"] for note in calls] == [3, 1, 4] * 3 + [3, 1]
+    assert [len(note["prompts"]) for note in calls] == [24, 24, 8] * 3 + [24, 24]
+    folders = [note["weights"] for note in calls]
     assert folders[0] == folders[1] == folders[2] != folders[3] == folders[4] == folders[5]  # written when they changed
-    assert len({note["seed"] for note in asked[2::3]}) == 3
-    assert asked[2]["settings"] == dict(temperature=0.7, top_p=0.9, stop_ids=[3], max_new_tokens=4, dtype="float32")
-    assert asked[1]["settings"]["temperature"] == 0
+    assert len({note["seed"] for note in calls[2::3]}) == 3
+    assert calls[2]["settings"] == dict(temperature=0.7, top_p=0.9, stop_ids=[3], max_new_tokens=4, dtype="float32")
+    assert calls[1]["settings"]["temperature"] == 0
     first = AutoModelForCausalLM.from_pretrained(tiny).model.norm.weight[0].item()
     last = load_file(whole / "final" / "model.safetensors")["model.norm.weight"][0].item()
-    assert asked[0]["first"] == pytest.approx(first, abs=0) and asked[-1]["first"] == pytest.approx(last, abs=0)
+    assert calls[0]["first"] == pytest.approx(first, abs=0) and calls[-1]["first"] == pytest.approx(last, abs=0)
     lines = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
-    drawn = [completion for note in asked[2::3] for group in note["answer"] for completion in group]
+    drawn = [completion for note in calls[2::3] for group in note["answer"] for completion in group]
     assert [[line["tokens"], line["logps"]] for line in lines] == drawn and len(drawn) == 6 * 4 * 4
     assert [line["lag"] for line in metrics(whole)] == [0, 1] * 3
-    assert not Path(folders[0]).parent.exists() and not any(os.path.exists(f"/proc/{note['pid']}") for note in asked)
+    assert not Path(folders[0]).parent.exists() and not any(os.path.exists(f"/proc/{note['pid']}") for note in calls)
 
 
 def test_an_engine_is_compared_with_the_trainer_and_ends_the_run_if_its_log_probs_differ(
@@ -341,8 +341,8 @@ def test_what_any_sampler_returns_is_checked(run, tmp_path, value):
                     f"    return lambda prompts, count, step, greedy: {value}\n")
     with pytest.raises(UserError) as raised:
         run(f"--sampler {path}:draw --sample-every 1")
-    said = str(raised.value)
-    assert said.startswith(f"--sampler {path}:draw: ") and RETURNS[value] in said and "\n" not in said
+    message = str(raised.value)
+    assert message.startswith(f"--sampler {path}:draw: ") and RETURNS[value] in message and "\n" not in message
 
 
 def test_a_sampler_that_returns_no_function_gives_a_one_line_error(run, tmp_path):
@@ -362,14 +362,14 @@ def test_missing_vllm_is_reported_at_once(run):
 def test_two_ranks_train_on_the_completions_of_one_sampler(run, sampler, notes, tiny, data_files, varied, tmp_path):
     flags = f"--sampler {sampler()} --sample-every 4 --steps 4 --top-p 1e-9"  # any log-probs will do
     alone = run(flags)
-    asked = notes()
+    calls = notes()
     settings = (f"--model {tiny} --data {data_files['groups']} --batch-size 4 --lr 1e-2 --max-new-tokens 4 "
                 f"--group-size 4 --reward {varied} {flags} --shard --out {tmp_path / 'two'}")
     process = torchrun(ROOT / "humanline.py", *settings.split())
     _, error = process.communicate(timeout=300)
     assert process.returncode == 0, error[-2000:]
-    again = notes()[len(asked) :]  # by one rank alone
-    assert [note["seed"] for note in again] == [note["seed"] for note in asked]
+    again = notes()[len(calls) :]  # by one rank alone
+    assert [note["seed"] for note in again] == [note["seed"] for note in calls]
     first, second = (load_file(folder / "final" / "model.safetensors") for folder in (alone, tmp_path / "two"))
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)

@@ -103,8 +103,8 @@ def test_a_chat_template_that_drops_a_message_gives_a_one_line_error(tiny, data_
      "--taper compares log-probs over the whole vocabulary; online, pass --top-p 1"),
 ])
 def test_a_batch_that_would_differ_from_what_was_asked_gives_a_one_line_error(tiny, data_files, tmp_path, capsys, flags, rows, expected):
-    given = short_run(tiny, data_files[rows], f"--out {tmp_path / 'out'} {flags}")
-    assert expected in complaint(given, tmp_path, capsys)
+    flags = short_run(tiny, data_files[rows], f"--out {tmp_path / 'out'} {flags}")
+    assert expected in complaint(flags, tmp_path, capsys)
 
 
 # Models.
@@ -202,11 +202,11 @@ def test_ranks_with_different_flags_or_rows_give_a_one_line_error(tiny, data_fil
     shutil.copy(data_files["pairs"], tmp_path / "same.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "same.jsonl").read_text().splitlines()]
     write_jsonl(tmp_path / "other.jsonl", rows[::-1])
-    given = short_run(tiny, "same.jsonl", "--loss dpo --out out")
-    others = [flag if "--data" not in more else flag.replace("same", "other") for flag in given]
+    flags = short_run(tiny, "same.jsonl", "--loss dpo --out out")
+    others = [flag if "--data" not in more else flag.replace("same", "other") for flag in flags]
     (tmp_path / "start.py").write_text(
         f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport humanline\nrank = int(os.environ['RANK'])\n"
-        f"sys.exit(humanline.main({others + ([] if '--data' in more else more.split())!r} if rank else {given!r}))\n")
+        f"sys.exit(humanline.main({others + ([] if '--data' in more else more.split())!r} if rank else {flags!r}))\n")
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "start.py"],
                           capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode and "the ranks have different flags or rows" in done.stderr and "step" not in done.stdout
@@ -241,8 +241,8 @@ ANSWERS = [  # what a model writes, the row's answer, and whether that is right
 def test_math_accepts_what_the_answer_says_and_no_more():
     process = humanline.FunctionProcess(str(ROOT / "configs" / "math_reward.py"), "math", 300)
     texts, answers, right = zip(*ANSWERS)
-    given = process([""] * len(texts), texts, [dict(answer=answer) for answer in answers])
-    assert list(zip(texts, given)) == list(zip(texts, right))
+    scores = process([""] * len(texts), texts, [dict(answer=answer) for answer in answers])
+    assert list(zip(texts, scores)) == list(zip(texts, right))
 
 
 def test_any_answer_of_a_list_is_accepted():
@@ -252,6 +252,6 @@ def test_any_answer_of_a_list_is_accepted():
 
 def test_an_evaluation_does_not_overwrite_a_file(tiny, data_files, tmp_path, capsys):
     (tmp_path / "mine.jsonl").write_text("mine")
-    given = ["accuracy", "--model", tiny, "--data", data_files["prompts"], "--out", str(tmp_path / "mine.jsonl")]
-    assert evaluation.main(given) == 2 and "the file already exists; choose another name" in capsys.readouterr().err
+    flags = ["accuracy", "--model", tiny, "--data", data_files["prompts"], "--out", str(tmp_path / "mine.jsonl")]
+    assert evaluation.main(flags) == 2 and "the file already exists; choose another name" in capsys.readouterr().err
     assert (tmp_path / "mine.jsonl").read_text() == "mine"

@@ -49,7 +49,7 @@ def test_the_first_loss_is_log_2_and_a_sync_takes_the_policy_of_the_step_before(
     log, seen = train(tiny, tmp_path, lines())
     assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert all(line["grad_norm"] > 0 for line in log) and log[1]["loss"] != pytest.approx(math.log(2), abs=1e-4)
-    same = lambda a, b: all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    same = lambda a, b: all(torch.equal(*pair) for pair in zip(a, b, strict=True))
     policies = [policy for policy, _ in seen]
     assert not any(same(a, b) for a, b in zip(policies, policies[1:]))
     for step, (_, reference) in enumerate(seen):
