@@ -11,31 +11,49 @@ from humanline import Config, Group, group_advantages, make_units, taper_weight
 
 
 def test_the_weight_falls_to_0_as_the_surprisal_doubles_for_worse_completions_only():
-    d, mu = torch.zeros(7, 40), torch.zeros(7, 40)
-    mu[0, 3], d[0, 3] = -2.0, -0.5  # surprised the sampler by 2 nats, and the policy by 2.5
-    mu[1], d[1] = -2.0, -0.5  # the same of each of many tokens
-    mu[2, 3], d[2, 3] = -0.1, -0.4  # the sampler was nearly sure of it: what counts is the ratio's logarithm
-    mu[3], d[3] = -0.5, 0.4  # the policy says it more often
-    mu[4], d[4] = -1.0, -1.0  # twice as much
-    mu[5], d[5] = -1.0, -1000.0
-    mu[6], d[6] = -1.0, -1000.0
+    sampler_logps = torch.zeros(7, 40)
+    d = torch.zeros(7, 40)
+    sampler_logps[0, 3] = -2.0  # a token has 2 nats under the sampler, and 2.5 under the policy
+    d[0, 3] = -0.5
+    sampler_logps[1] = -2.0  # so has each of many tokens
+    d[1] = -0.5
+    sampler_logps[2, 3] = -0.1  # the sampler was nearly certain: the budget is 1 nat
+    d[2, 3] = -0.4
+    sampler_logps[3] = -0.5  # more likely under the policy
+    d[3] = 0.4
+    sampler_logps[4:] = -1.0
+    d[4] = -1.0  # twice the surprisal
+    d[5:] = -1000.0
     worse = torch.tensor([True] * 6 + [False])
-    weigh = lambda d, worse, mean_surprisal: taper_weight(d, mu, mu <= 0, worse, mean_surprisal)
-    assert weigh(d, worse, 9.0)[:, 0].tolist() == pytest.approx([0.75, 0.75, 0.6, 1.0, 0.0, 0.0, 1.0])
-    assert torch.equal(weigh(d, ~worse, 9.0)[:6], torch.ones(6, 1))
-    assert not weigh(d.requires_grad_(), worse, 9.0).requires_grad
-    # Among completions that surprise less, by 1.2 nats at 40 tokens and so by 0.03 a token, no more counts.
-    assert weigh(d, worse, 0.03)[:, 0].tolist() == pytest.approx([1 - 0.5 / 1.2, 0.0, 0.6, 1.0, 0.0, 0.0, 1.0])
+
+    def weigh(worse, mean_surprisal):
+        mask = torch.ones_like(d).bool()
+        return taper_weight(d, sampler_logps, mask, worse, mean_surprisal)
+
+    weights = weigh(worse, 9.0)[:, 0].tolist()
+    assert weights == pytest.approx([0.75, 0.75, 0.6, 1.0, 0.0, 0.0, 1.0])
+    assert torch.equal(weigh(~worse, 9.0)[:6], torch.ones(6, 1))
+    # If completions have 0.03 nats per token on average, 40 tokens have a budget of 1.2 nats at most.
+    weights = weigh(worse, 0.03)[:, 0].tolist()
+    assert weights == pytest.approx([1 - 0.5 / 1.2, 0.0, 0.6, 1.0, 0.0, 0.0, 1.0])
+    d.requires_grad_()
+    assert not weigh(worse, 9.0).requires_grad
 
 
-def test_in_a_pair_the_chosen_completion_loses_weight_with_the_rejected_one_except_one_part_in_its_surprisal():
-    d, mu, worse = torch.zeros(6, 4), torch.full((6, 4), -2.0), torch.tensor([False, True] * 3)  # 8 nats each
-    mu[2] = 0.0  # a chosen one that the sampler was sure of: at least 1 nat
-    d[1], d[3], d[4], d[5] = -1.0, -1.0, -9.0, 1.0  # what the chosen one does is not asked
-    weights = taper_weight(d, mu, mu <= 0, worse, 9.0, in_pairs=True)
+def test_in_a_pair_the_chosen_completion_keeps_one_part_in_its_surprisal_of_the_weight_that_is_lost():
+    worse = torch.tensor([False, True] * 3)
+    sampler_logps = torch.full((6, 4), -2.0)  # 8 nats each
+    sampler_logps[2] = 0.0  # the sampler was certain of a chosen one: the budget is 1 nat
+    d = torch.zeros(6, 4)
+    d[1] = -1.0
+    d[3] = -1.0
+    d[4] = -9.0  # the surprisal of a chosen one has no effect
+    d[5] = 1.0
+    mask = torch.ones(6, 4).bool()
+    weights = taper_weight(d, sampler_logps, mask, worse, 9.0, in_pairs=True)
     assert weights[:, 0].tolist() == pytest.approx([0.5 + 0.5 / 8, 0.5, 1.0, 0.5, 1.0, 1.0])
-    alone = taper_weight(d, mu, mu <= 0, worse, 9.0)
-    assert alone[:, 0].tolist() == pytest.approx([1.0, 0.5, 1.0, 0.5, 1.0, 1.0])
+    weights = taper_weight(d, sampler_logps, mask, worse, 9.0)
+    assert weights[:, 0].tolist() == pytest.approx([1.0, 0.5, 1.0, 0.5, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
@@ -45,49 +63,57 @@ def test_the_taper_scales_the_gradient_of_worse_completions_and_not_the_loss(tin
     batch = random_batch(loss)
     double(policy, batch)
 
-    def with_sampler(surer: float) -> tuple[dict, torch.Tensor]:
-        for s in batch.sequences:
-            s.sampler_logps = s.ref_logps + surer
-        return humanline.forward_backward(policy, batch, tapered), gradient(policy, batch, tapered)
+    def with_sampler(difference: float) -> tuple[dict, torch.Tensor]:
+        """The report and the gradient, if the sampler's log-probs were higher than the reference's."""
+        for sequence in batch.sequences:
+            sequence.sampler_logps = sequence.ref_logps + difference
+        report = humanline.forward_backward(policy, batch, tapered)
+        return report, gradient(policy, batch, tapered)
 
-    all_of_it = gradient(policy, batch, plain)
     plain_report = humanline.forward_backward(policy, batch, plain)
+    plain_grad = gradient(policy, batch, plain)
+    assert "taper_weight" not in plain_report
     report, _ = with_sampler(0.1)
     assert report["loss"] == pytest.approx(plain_report["loss"], abs=1e-12)
-    report, grad = with_sampler(-1000.0)  # it hardly said it: the weight is 1
-    assert torch.equal(grad, all_of_it)
-    assert report["taper_weight"] == 1 and "taper_weight" not in plain_report
-    report, of_better = with_sampler(1000.0)  # it was sure of it: the weight is 0
+    report, grad = with_sampler(-1000.0)  # very unlikely under the sampler
+    assert report["taper_weight"] == 1
+    assert torch.equal(grad, plain_grad)
+    report, grad = with_sampler(1000.0)  # certain under the sampler
     assert report["taper_weight"] == 0
-    assert not torch.allclose(of_better, all_of_it, rtol=1e-3)
+    assert not torch.allclose(grad, plain_grad, rtol=1e-3)
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo"])
 def test_offline_the_initial_policy_replaces_an_unknown_sampler(run, tiny, monkeypatch, loss):
-    seen, forward = [], humanline.forward_backward
+    sequences = []
+    forward_backward = humanline.forward_backward
 
-    def spied(policy, batch, config):
-        seen.extend(batch.sequences)
-        return forward(policy, batch, config)
+    def watched(policy, batch, config):
+        sequences.extend(batch.sequences)
+        return forward_backward(policy, batch, config)
 
-    monkeypatch.setattr(humanline, "forward_backward", spied)
+    monkeypatch.setattr(humanline, "forward_backward", watched)
     run(f"--loss {loss} --taper --sync-k 2 --steps 8")
-    for s, expected in zip(seen, logps_of(policy_of(tiny)[0], seen), strict=True):
-        torch.testing.assert_close(s.sampler_logps, expected, rtol=0, atol=1e-5)
+    initial, _, _ = policy_of(tiny)
+    for sequence, logps in zip(sequences, logps_of(initial, sequences), strict=True):
+        torch.testing.assert_close(sequence.sampler_logps, logps, rtol=0, atol=1e-5)
 
 
 # The prior.
 
 def test_a_prior_acts_like_that_many_more_rollouts_with_the_mean_reward_of_all_groups():
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0]).double()
     ids = torch.tensor([0, 0, 0, 1, 1, 1])
     advantages = group_advantages(rewards, ids, prior=1.0, prior_mean=0.7)
+    extra = torch.tensor([0.7]).double()
     for group in (0, 1):
-        longer = torch.cat([rewards[ids == group], torch.tensor([0.7], dtype=torch.float64)])
-        expected = group_advantages(longer, torch.zeros(4, dtype=torch.long))[:-1]
-        assert advantages[ids == group].tolist() == pytest.approx(expected.tolist())
+        members = ids == group
+        longer = torch.cat([rewards[members], extra])
+        expected = group_advantages(longer, torch.zeros(4).long())[:-1]
+        assert advantages[members].tolist() == pytest.approx(expected.tolist())
     assert (advantages[ids == 1] > 0).all()
-    assert torch.equal(group_advantages(rewards, ids, prior=0.0, prior_mean=0.7), group_advantages(rewards, ids))
+    without = group_advantages(rewards, ids, prior=0.0, prior_mean=0.7)
+    assert torch.equal(without, group_advantages(rewards, ids))
 
 
 def test_with_a_prior_a_group_that_is_all_right_or_all_wrong_has_advantages():
@@ -96,7 +122,9 @@ def test_with_a_prior_a_group_that_is_all_right_or_all_wrong_has_advantages():
         for i, reward in enumerate((1.0, 0.0)):
             groups.append(Group(i, [1, 2], [[3, 9]] * 4, [reward] * 4))
         make_units(groups, Config(prior=prior))
-        right, wrong = ([s.advantage for s in group.sequences] for group in groups)
-        assert all(advantage > 0 for advantage in right) == bool(prior)
-        assert all(advantage < 0 for advantage in wrong) == bool(prior)
-        assert [s.is_idle for s in groups[0].sequences] == [not prior] * 4
+        right, wrong = groups
+        has_advantage = bool(prior)
+        assert all(sequence.advantage > 0 for sequence in right.sequences) == has_advantage
+        assert all(sequence.advantage < 0 for sequence in wrong.sequences) == has_advantage
+        for sequence in right.sequences:
+            assert sequence.is_idle != has_advantage
