@@ -95,7 +95,8 @@ def patched(tmp_path: Path, *patches: tuple[str, str], more: str = ""):
         assert text.count(old) == 1 and new.count("\n") - old.count("\n") <= 5
         text = text.replace(old, new)
     path = tmp_path / "humanline.py"
-    path.write_text(text.replace("\n# ---------- Log-probs", f"{more}\n# ---------- Log-probs"), encoding="utf-8")
+    path.write_text(text.replace("\n# ---------- Log-probs", f"{more}\n# ---------- Log-probs"),
+                    encoding="utf-8")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     spec = importlib.util.spec_from_file_location(f"changed_{tmp_path.name}", path)
     module = importlib.util.module_from_spec(spec)
@@ -118,7 +119,8 @@ def test_a_loss_is_an_entry_of_the_table(tiny, monkeypatch):
         logps = humanline.log_probs(policy, [[sequence]])[0].detach()
         sums.append(float((logps - sequence.ref_logps).clamp(-1.5, 1.5).sum()))
     expected = [(chosen - rejected - 1) ** 2 for chosen, rejected in zip(sums[0::2], sums[1::2])]
-    assert humanline.forward_backward(policy, batch, config)["loss"] == pytest.approx(sum(expected) / 4, rel=1e-5)
+    report = humanline.forward_backward(policy, batch, config)
+    assert report["loss"] == pytest.approx(sum(expected) / 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
@@ -160,7 +162,8 @@ def test_the_mismatched_sequences_of_a_run_have_the_is_chosen_of_their_examples(
 
 def test_that_clip_is_right_on_two_sharded_ranks_and_on_a_rank_without_work(tiny, data_files, tmp_path):
     changed = patched(tmp_path, SIGNED_CLIP)
-    common = f"--model {tiny} --data {data_files['groups']} --steps 3 --lr 1e-3 --microbatch-tokens 40".split()
+    common = (f"--model {tiny} --data {data_files['groups']} --steps 3 --lr 1e-3 "
+              "--microbatch-tokens 40").split()
     cases = [["--loss", "kto", "--batch-size", "5"], ["--loss", "dpo", "--batch-size", "1"]]
     runs = []
     for i, case in enumerate(cases):
@@ -178,7 +181,8 @@ def test_that_clip_is_right_on_two_sharded_ranks_and_on_a_rank_without_work(tiny
             agree(alone, folder)
             for a, b in zip(metrics(alone), metrics(folder), strict=True):
                 names = {"clamped_low", "clamped_high", "unclamped", "z0"} & a.keys()
-                assert {name: b[name] for name in names} == pytest.approx({name: a[name] for name in names}, abs=1e-5)
+                assert {name: b[name] for name in names} == pytest.approx(
+                    {name: a[name] for name in names}, abs=1e-5)
                 assert a["clamped_low"] + a["clamped_high"] + a["unclamped"] == pytest.approx(1)
 
 
@@ -209,8 +213,9 @@ def test_a_kl_term_in_dpo_needs_one_edit_and_is_not_always_0_online(tiny, data_f
     runs = []
     for kl_beta in (0.0, 0.5):
         out = tmp_path / f"kl{kl_beta}"
-        flags = (f"--model {tiny} --data {data_files['groups']} --loss dpo --sample-every 1 --steps 3 --batch-size 4 "
-                 f"--lr 1e-2 --max-new-tokens 4 --group-size 4 --reward {varied} --kl-beta {kl_beta} {mode}")
+        flags = (f"--model {tiny} --data {data_files['groups']} --loss dpo --sample-every 1 --steps 3 "
+                 f"--batch-size 4 --lr 1e-2 --max-new-tokens 4 --group-size 4 --reward {varied} "
+                 f"--kl-beta {kl_beta} {mode}")
         changed.train(changed.parse_config([*flags.split(), "--out", str(out)]))
         runs.append(metrics(out))
     without, with_kl = runs
@@ -260,7 +265,8 @@ def test_a_loss_can_use_log_probs_beside_the_log_ratio(tiny, monkeypatch):
     batch = random_batch("dpo")
     both, alone = (humanline.forward_backward(policy, batch, humanline.Config(model=tiny, loss=loss))["loss"]
                    for loss in ("dpo-nll", "dpo"))
-    nll = -sum(humanline.log_probs(policy, [[sequence]]).sum().item() for sequence in batch.sequences[0::2]) / 4
+    nll = -sum(humanline.log_probs(policy, [[sequence]]).sum().item()
+               for sequence in batch.sequences[0::2]) / 4
     assert both - alone == pytest.approx(nll, rel=1e-5)
 
 
@@ -268,7 +274,8 @@ def test_d_is_relative_to_the_reference_and_log_ratio_to_the_old_policy(run, mon
     seen = []
 
     def compute(x, config):
-        seen.append((x.logps - x.ref_logps - x.d).abs().max() + (x.logps - x.old_logps - x.log_ratio).abs().max())
+        seen.append((x.logps - x.ref_logps - x.d).abs().max()
+                    + (x.logps - x.old_logps - x.log_ratio).abs().max())
         assert not torch.equal(x.ref_logps, x.old_logps) or x.step <= 2
         return LOSSES["grpo"].compute(x, config)
 
@@ -279,7 +286,8 @@ def test_d_is_relative_to_the_reference_and_log_ratio_to_the_old_policy(run, mon
 
 def test_a_loss_can_learn_from_groups_without_a_difference(run, tmp_path, monkeypatch):
     (tmp_path / "same.py").write_text("def same(prompts, completions, rows):\n    return [1.0] * len(rows)\n")
-    nll = Loss(lambda x, config: -x.logps, lambda group: [group.sequences], "group", needs_reference=False, needs_all=True)
+    nll = Loss(lambda x, config: -x.logps, lambda group: [group.sequences], "group", needs_reference=False,
+               needs_all=True)
     monkeypatch.setitem(LOSSES, "nll", nll)
     lines = metrics(run(f"--loss nll --sample-every 1 --reward {tmp_path}/same.py:same"))
     assert all(line["no_difference"] == 1 and line["grad_norm"] > 0 for line in lines)
@@ -313,15 +321,18 @@ def test_a_ratio_of_whole_sequences_is_clipped_per_sequence(tiny, tmp_path):
 
 @pytest.mark.parametrize("more", ["", "--sample-every 3"])
 @pytest.mark.parametrize("rule", ["ema", "drift"])
-def test_the_reference_can_follow_the_policy_by_another_rule(tiny, data_files, varied, tmp_path, monkeypatch, rule, more):
+def test_the_reference_can_follow_the_policy_by_another_rule(tiny, data_files, varied, tmp_path, monkeypatch,
+                                                             rule, more):
     patches = [OWN_REFERENCE] + [SYNC_BY_DRIFT] * (rule == "drift")
-    changed = patched(tmp_path, *patches, more=EMA if rule == "ema" else "class OwnReference(Reference): pass\n")
+    changed = patched(tmp_path, *patches,
+                      more=EMA if rule == "ema" else "class OwnReference(Reference): pass\n")
     forward_backward, syncs, gaps = changed.forward_backward, [], []
 
     def watched(policy, batch, config):
         nonlocal expected
         expected = expected or copy.deepcopy(policy)  # the reference as it should be
-        for sequence, logps in zip(batch.sequences, humanline.sequence_logps(expected, batch.sequences, config)):
+        for sequence, logps in zip(batch.sequences,
+                                   humanline.sequence_logps(expected, batch.sequences, config)):
             if not sequence.is_idle:
                 gaps.append((sequence.ref_logps - logps).abs().max().item())
         report = forward_backward(policy, batch, config)
@@ -333,14 +344,15 @@ def test_the_reference_can_follow_the_policy_by_another_rule(tiny, data_files, v
 
     expected = None
     monkeypatch.setattr(changed, "forward_backward", watched)
-    flags = (f"--model {tiny} --data {data_files['groups']} --steps 8 --batch-size 4 --lr 1e-2 --max-new-tokens 4 "
-             f"--group-size 4 --sync-k 1 --reward {varied} --out {tmp_path}/out {more}")
+    flags = (f"--model {tiny} --data {data_files['groups']} --steps 8 --batch-size 4 --lr 1e-2 "
+             f"--max-new-tokens 4 --group-size 4 --sync-k 1 --reward {varied} --out {tmp_path}/out {more}")
     changed.train(changed.parse_config(flags.split()))
     assert len(gaps) > 20 and max(gaps) < 1e-4 and (rule == "ema" or set(syncs) == {0, 1})
 
 
 @pytest.mark.parametrize("flags", ["--loss kto --sync-k 3", "--loss dpo --sync-k 2 --sample-every 3",
-                                   "--sync-k 3 --sample-every 4", "--no-humanline --sample-every 3 --kl-beta 0.1"])
+                                   "--sync-k 3 --sample-every 4",
+                                   "--no-humanline --sample-every 3 --kl-beta 0.1"])
 def test_lookahead_changes_no_weight(run, monkeypatch, flags):
     ahead = run(flags)
     monkeypatch.setattr(humanline.Reference.__init__, "__defaults__", (False,))
@@ -350,7 +362,8 @@ def test_lookahead_changes_no_weight(run, monkeypatch, flags):
 
 def test_a_schedule_needs_one_edit_and_a_resumed_run_keeps_it(tiny, data_files, tmp_path):
     changed = patched(tmp_path, COSINE)
-    flags = f"--model {tiny} --data {data_files['groups']} --steps 6 --batch-size 4 --save-every 3 --out {tmp_path}/out"
+    flags = (f"--model {tiny} --data {data_files['groups']} --steps 6 --batch-size 4 --save-every 3 "
+             f"--out {tmp_path}/out")
     changed.train(changed.parse_config(flags.split()))
     whole = [line["lr"] for line in metrics(tmp_path / "out")]
     shutil.rmtree(tmp_path / "out" / "final")

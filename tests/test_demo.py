@@ -43,7 +43,8 @@ def test_the_command_without_arguments_trains_a_model_and_suggests_the_baseline(
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
 def test_the_baseline_in_the_demos_settings_is_plain(loss):
     [flags] = re.findall(r"# Compare: (.*?) \(plain\)", (DEMO / f"{loss}.toml").read_text())
-    assert humanline.in_words(humanline.parse_config(f"--loss {loss} {flags}".split())) == f"{loss.upper()}, plain"
+    config = humanline.parse_config(f"--loss {loss} {flags}".split())
+    assert humanline.in_words(config) == f"{loss.upper()}, plain"
 
 
 def test_the_final_folder_of_the_demo_loads_in_plain_transformers_and_can_add(first):
@@ -54,7 +55,8 @@ def test_the_final_folder_of_the_demo_loads_in_plain_transformers_and_can_add(fi
     right, rows = 0, [json.loads(line) for line in (DEMO / "test.jsonl").read_text().splitlines()[:50]]
     for row in rows:
         chat = [{"role": "user", "content": row["prompt"]}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt",
+                                            return_dict=True)
         answer = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
         right += tokenizer.decode(answer, skip_special_tokens=True).strip() == row["answer"]
     assert right >= 40
@@ -73,7 +75,8 @@ def test_each_loss_has_its_settings_and_a_custom_loss_those_of_its_unit(loss, mo
     monkeypatch.chdir(tmp_path)  # the demo's files are found from anywhere
     config = humanline.parse_config(["--loss", loss, "--sync-k", "12"])
     assert (config.loss, config.sync_k, config.steps, config.max_new_tokens) == (loss, 12, 256, 8)
-    assert config.batch_size == (256 if loss == "kto" else 32) and config.lr == (4e-4 if loss == "kto" else 8e-4)
+    assert config.batch_size == (256 if loss == "kto" else 32)
+    assert config.lr == (4e-4 if loss == "kto" else 8e-4)
     assert Path(config.model) == DEMO / "model" and Path(config.eval_data) == DEMO / "test.jsonl"
     monkeypatch.setitem(humanline.LOSSES, "mine", humanline.LOSSES[loss])
     mine = humanline.parse_config(["--loss", "mine"])
@@ -97,6 +100,7 @@ def test_the_demo_is_what_its_maker_records():
 @pytest.mark.slow
 def test_making_the_demo_again_gives_the_same_demo(tmp_path):
     """Equal bit for bit on the machine that made the demo; rounding may differ on others."""
-    subprocess.run([sys.executable, str(ROOT / "tests" / "claims" / "bases.py"), str(tmp_path / "again")], check=True)
+    subprocess.run([sys.executable, str(ROOT / "tests" / "claims" / "bases.py"), str(tmp_path / "again")],
+                   check=True)
     names = ["model/model.safetensors", "model/tokenizer.json", "rows.jsonl", "test.jsonl"]
     assert all((tmp_path / "again" / name).read_bytes() == (DEMO / name).read_bytes() for name in names)

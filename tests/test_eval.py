@@ -92,7 +92,8 @@ def test_length_control_removes_the_advantage_of_length_and_nothing_else():
         probability = 1 / (1 + np.exp(-3 * delta / delta.std()))
         assert probability.mean() > 0.6 and abs(length_controlled(probability, delta) - 0.5) < 0.05
         win_rates.append(float(length_controlled((1 + np.sign(delta)) / 2, delta)))
-    assert abs(np.mean(win_rates) - 0.5) < 0.05  # a judge with a step at length 0 does not determine the slope
+    # a judge with a step at length 0 does not determine the slope
+    assert abs(np.mean(win_rates) - 0.5) < 0.05
     won = (chance.random(500) < 0.7).astype(float)
     assert abs(length_controlled(won, delta) - won.mean()) < 0.02
     both = np.stack([won, 1 - won])  # leading dimensions are separate fits
@@ -126,7 +127,8 @@ def problems(tiny, tmp_path_factory):
     """Problems of two levels, with answers that were sampled from the tiny model."""
     rows = rows_of("prompts", 30)
     answers = drawn_texts(tiny, rows, 1, 1)
-    rows = [dict(row, answer=answer, level=1 + i % 2) for i, (row, (answer,)) in enumerate(zip(rows, answers))]
+    rows = [dict(row, answer=answer, level=1 + i % 2)
+            for i, (row, (answer,)) in enumerate(zip(rows, answers))]
     return write_jsonl(tmp_path_factory.mktemp("problems") / "problems.jsonl", rows)
 
 
@@ -135,7 +137,8 @@ def test_accuracy_agrees_with_its_samples(ask, tiny, problems, tmp_path):
     lines = read_lines(tmp_path / "evals" / "accuracy.jsonl")
     answers = [row["answer"] for row in read_lines(Path(problems))]
     assert len(lines) == 2 * 30 * (4 + 1)
-    assert all(line["reward"] == (line["completion"].strip() == answers[line["row"]].strip()) for line in lines)
+    assert all(line["reward"] == (line["completion"].strip() == answers[line["row"]].strip())
+               for line in lines)
     sampled, greedy = lines[:120], lines[120:150]
     mean = lambda key, of=sampled: np.mean([line[key] for line in of])
     assert mean("reward") > 0
@@ -149,7 +152,8 @@ def test_accuracy_agrees_with_its_samples(ask, tiny, problems, tmp_path):
 
 def test_greedy_answers_are_the_most_likely_and_files_are_not_overwritten(ask, tiny, problems, tmp_path):
     for seed in (0, 1):
-        ask(f"accuracy --model {tiny} --data {problems} --limit 8 --samples 2 --max-new-tokens 3 --seed {seed}")
+        ask(f"accuracy --model {tiny} --data {problems} --limit 8 --samples 2 --max-new-tokens 3 "
+            f"--seed {seed}")
     first, second = (read_lines(tmp_path / "evals" / name) for name in ("accuracy.jsonl", "accuracy-2.jsonl"))
     texts = lambda lines, kind: [line["completion"] for line in lines if line["kind"] == kind]
     assert texts(first, "greedy") == texts(second, "greedy")
@@ -172,8 +176,10 @@ def test_a_run_with_a_custom_loss_is_evaluated_with_all_its_settings(ask, run, p
 
 
 def test_the_settings_of_a_run_are_used_and_flags_override_them(ask, run, problems, tmp_path):
-    folder = run("--prompt-template <{prompt}> --system hi --max-new-tokens 3 --temperature 0.7 --seed 42 --steps 1")
-    with open(folder / "config.toml", "a") as file:  # as if trained with many ranks, adapters and a package that is missing here
+    folder = run("--prompt-template <{prompt}> --system hi --max-new-tokens 3 --temperature 0.7 --seed 42 "
+                 "--steps 1")
+    # as if trained with many ranks, adapters and a package that is missing here
+    with open(folder / "config.toml", "a") as file:
         file.write(f'\nshard = true\ntrack = "wandb"\nlora = 4\nlora_alpha = 8\neval_data = "{problems}"\n')
     opened = []
     for spec, more in ((folder, ""), (folder / "final", "--prompt-template [{prompt}] --max-new-tokens 2")):
@@ -183,7 +189,8 @@ def test_the_settings_of_a_run_are_used_and_flags_override_them(ask, run, proble
         opened.append([message["content"][0] for message in lines[0]["prompt"]])
     assert opened == [["h", "<"], ["h", "["]]
     config = evaluation.config_for(str(folder), evaluation.Accuracy(model=()))
-    assert (config.temperature, config.seed) == (1, 0)  # a flag overrides the run's setting even at its default
+    # a flag overrides the run's setting even at its default
+    assert (config.temperature, config.seed) == (1, 0)
 
 
 # winrate.
@@ -221,7 +228,8 @@ def test_a_model_does_not_beat_itself(ask, tiny, problems, judges):
             covered += low <= 0.5 <= high and high - low < 0.4
         assert "losses 0.0" not in output  # the samples differ, so lengths do, too
     assert covered >= 5
-    output = ask(f"winrate {flags} --judge {judges}:lopsided --max-new-tokens 3")  # it is asked in both orders
+    # it is asked in both orders
+    output = ask(f"winrate {flags} --judge {judges}:lopsided --max-new-tokens 3")
     assert line_of(output, "win rate")[0] == 0.5 and "wins 0.000, ties 1.000, losses 0.000" in output
     assert line_of(output, "position bias of the judge")[0] == 0.6
 
@@ -234,23 +242,28 @@ def test_the_higher_reward_wins_and_ties_count_half(ask, tiny, data_files, tmp_p
         assert pair["against"] == row["completions"][int(np.argmax(row["scores"]))]
         ours, theirs = (text.strip() == row["answer"] for text in (pair["output"], pair["against"]))
         assert pair["preference"] == 0.5 + (ours - theirs) / 2
-    assert math.isclose(line_of(output, "win rate")[0], np.mean([pair["preference"] for pair in pairs]), abs_tol=6e-4)
+    assert math.isclose(line_of(output, "win rate")[0], np.mean([pair["preference"] for pair in pairs]),
+                        abs_tol=6e-4)
 
 
 def test_win_rates_compare_only_with_desirable_completions_of_the_data(ask, tiny, tmp_path, capsys):
     labels = [False, True, True, False, True]
-    rows = [dict(prompt=f"p{i}", completion=f"c{i}", label=label, answer="x") for i, label in enumerate(labels)]
+    rows = [dict(prompt=f"p{i}", completion=f"c{i}", label=label, answer="x")
+            for i, label in enumerate(labels)]
     data = write_jsonl(tmp_path / "labels.jsonl", rows)
     output = ask(f"winrate --model {tiny} --against data --data {data} --max-new-tokens 3 --out pairs.jsonl")
-    assert [pair["against"] for pair in read_lines(tmp_path / "pairs.jsonl")] == ["c1", "c2", "c4"] and "3 prompts" in output
+    assert [pair["against"] for pair in read_lines(tmp_path / "pairs.jsonl")] == ["c1", "c2", "c4"]
+    assert "3 prompts" in output
     data = write_jsonl(tmp_path / "bad.jsonl", [row for row in rows if not row["label"]])
     assert evaluation.main(f"winrate --model {tiny} --data {data} --max-new-tokens 3".split()) == 2
-    assert "or no desirable completion; compare with a model instead: --against MODEL" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "or no desirable completion; compare with a model instead: --against MODEL" in error
 
 
 def test_the_pairs_of_a_win_rate_are_converted_to_the_format_of_alpaca_eval(ask, tiny, data_files, tmp_path):
     ask(f"winrate --model {tiny} --data {data_files['groups']} --max-new-tokens 3 --out pairs.jsonl")
-    subprocess.run([sys.executable, ROOT / "configs" / "alpaca_eval.py", "pairs.jsonl"], check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, ROOT / "configs" / "alpaca_eval.py", "pairs.jsonl"], check=True,
+                   cwd=tmp_path)
     pairs, rows = read_lines(tmp_path / "pairs.jsonl"), read_lines(Path(data_files["groups"]))
     for side in ("output", "against"):
         outputs = json.loads((tmp_path / f"pairs-{side}.json").read_text(encoding="utf-8"))
@@ -318,24 +331,28 @@ def test_advice_follows_from_the_models_own_samples(nats, scores, advice):
     own = [[np.full(4, value)] for value in np.linspace(-0.4, 0, 100)]
     groups = [humanline.Group(i, [1], [[2], [3]], scores) for i in range(100)]
     spread = np.linspace(-0.1, 0.1, 100)
-    source = evaluation.Source("it", groups, [[np.full(3, nats + shift), np.full(2, nats - shift)] for shift in spread], own)
+    logps = [[np.full(3, nats + shift), np.full(2, nats - shift)] for shift in spread]
+    source = evaluation.Source("it", groups, logps, own)
     assert source.advice().startswith(advice) and source.advice().endswith(".")
     assert source.estimate[0] == pytest.approx(nats)
 
 
 def test_data_counts_duplicates_dropped_completions_and_groups_without_a_difference(ask, tiny, tmp_path):
-    rows = [dict(prompt=f"p{i}", completions=["aa", "aa", "bbb"], scores=[1, 1, 1 if i < 15 else 0]) for i in range(20)]
+    rows = [dict(prompt=f"p{i}", completions=["aa", "aa", "bbb"], scores=[1, 1, 1 if i < 15 else 0])
+            for i in range(20)]
     rows[0]["completions"][2] *= 30
-    output = ask(f"data --model {tiny} --data {write_jsonl(tmp_path / 'odd.jsonl', rows)} --own 0 --max-new-tokens 4")
-    expected = {"completions": 57, "duplicates": 19, "dropped, too long": 3, "groups without a difference": 0.737,
-                "best minus worst reward": 0.263}
+    data = write_jsonl(tmp_path / "odd.jsonl", rows)
+    output = ask(f"data --model {tiny} --data {data} --own 0 --max-new-tokens 4")
+    expected = {"completions": 57, "duplicates": 19, "dropped, too long": 3,
+                "groups without a difference": 0.737, "best minus worst reward": 0.263}
     assert {name: line_of(output, name)[0] for name in expected} == expected and "own samples" not in output
 
 
 # perception.
 
 def test_perception_passes_the_same_tokens_as_training():
-    chance, config = np.random.default_rng(0), humanline.Config(batch_size=4, gamma_p=3e5, beta_p=7e5, gamma_r=1e5,
+    chance, config = np.random.default_rng(0), humanline.Config(
+        batch_size=4, gamma_p=3e5, beta_p=7e5, gamma_r=1e5,
                                                                 beta_r=9e5)
     d = [[chance.normal(0, 1.5, chance.integers(1, 6)) for _ in range(3)] for _ in range(10)]
     fractions = evaluation.fractions_passed(d, config)
@@ -365,7 +382,10 @@ def test_plot_merges_seeds_into_one_line_and_separates_settings(ask, run, tmp_pa
     assert all(title.split(",")[0] in picture for title in evaluation.PANELS.values())
     ask(f"plot {' '.join(map(str, runs))} --metrics accuracy --out few.svg")
     picture = (tmp_path / "few.svg").read_text()
-    assert "pass@1" in picture and "gradient norm" not in picture and "run (2 seeds)" in picture and "run3" in picture
+    assert "pass@1" in picture
+    assert "gradient norm" not in picture
+    assert "run (2 seeds)" in picture
+    assert "run3" in picture
     lines = evaluation.read_metrics(runs[0])
     total = sum(line["step_seconds"] for line in metrics(runs[0]))
     assert math.isclose(lines[4]["seconds"], total) and 0 < lines[4]["sampling"] < total
@@ -379,7 +399,8 @@ def other_vocabulary(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("other") / "model"
     shutil.copytree(tiny, folder)
     text = (folder / "tokenizer.json").read_text()
-    (folder / "tokenizer.json").write_text(re.sub('"a": (\\d+),(\\s*)"b": (\\d+)', r'"a": \3,\2"b": \1', text))
+    (folder / "tokenizer.json").write_text(
+        re.sub('"a": (\\d+),(\\s*)"b": (\\d+)', r'"a": \3,\2"b": \1', text))
     return folder
 
 
@@ -391,21 +412,28 @@ def other_vocabulary(tiny, tmp_path_factory):
     ("accuracy --model TINY --data none.jsonl", "--data none.jsonl: [Errno 2] No such file"),
     ("accuracy --model TINY --data noanswer.jsonl", "--data noanswer.jsonl row 1: no answer"),
     ("accuracy --model TINY --data prompts.jsonl --samples 4 --k 1 5", "pass@k needs 1 <= k <= samples"),
-    ("accuracy --model TINY --data prompts.jsonl --out samples.txt", "--out samples.txt: the name must end in .jsonl"),
+    ("accuracy --model TINY --data prompts.jsonl --out samples.txt",
+     "--out samples.txt: the name must end in .jsonl"),
     ("accuracy --model TINY --data prompts.jsonl --temperature 0", "--temperature is 0.0; it must be from"),
     ("accuracy --model --limit 2", "--model has no value; pass at least one, or omit the flag"),
     ("accuracy --nothing 1", "--nothing"),
-    ("show --model TINY --data prompts.jsonl --prompts 0", "--prompts is 0; it must be between 1 and 1,000,000"),
-    ("winrate --model TINY --data prompts.jsonl", "--against data: prompts.jsonl has rows without completions"),
-    ("winrate --model TINY --data prompts.jsonl --against TINY --judge none.py:f", "--judge none.py:f: no such file"),
-    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:none", "--judge judges.py:none: "),
-    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:wrong --limit 3 --max-new-tokens 3",
+    ("show --model TINY --data prompts.jsonl --prompts 0",
+     "--prompts is 0; it must be between 1 and 1,000,000"),
+    ("winrate --model TINY --data prompts.jsonl",
+     "--against data: prompts.jsonl has rows without completions"),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge none.py:f",
+     "--judge none.py:f: no such file"),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:none",
+     "--judge judges.py:none: "),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:wrong --limit 3 "
+     "--max-new-tokens 3",
      "it must return 3 probabilities"),
-    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:hangs --limit 4 --max-new-tokens 3 "
-     "--reward-seconds 0.2", "increase the time limit with --reward-seconds"),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:hangs --limit 4 "
+     "--max-new-tokens 3 --reward-seconds 0.2", "increase the time limit with --reward-seconds"),
     ("winrate --model TINY --data prompts.jsonl --against TINY --reward judges.py:wrong --max-new-tokens 3",
      "--reward judges.py:wrong failed on every sample: "),
-    ("data --model TINY --data prompts.jsonl", "--data prompts.jsonl: these rows are prompts without completions"),
+    ("data --model TINY --data prompts.jsonl",
+     "--data prompts.jsonl: these rows are prompts without completions"),
     ("data --model TINY --data latin-1.jsonl", "--data latin-1.jsonl"),
     ("perception --model TINY --data groups.jsonl", "--ref and --data: pass both, since "),
     ("perception --model TINY --ref OTHER --data groups.jsonl", "its vocabulary differs from that of"),
@@ -416,8 +444,8 @@ def other_vocabulary(tiny, tmp_path_factory):
     ("plot --out curves.pdf", "--out curves.pdf: the name must end in .png or .svg"),
     ("nothing", "accuracy, show, chat, winrate, data, perception, plot"),
 ])
-def test_bad_input_gives_a_one_line_error_and_exit_status_2(command, message, tiny, other_vocabulary, judges, tmp_path,
-                                                 monkeypatch, capsys):
+def test_bad_input_gives_a_one_line_error_and_exit_status_2(
+        command, message, tiny, other_vocabulary, judges, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for folder in ("runs", "nothing", "died/checkpoint", "young", "old"):
         Path(folder).mkdir(parents=True)

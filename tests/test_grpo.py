@@ -1,4 +1,4 @@
-"""Plain GRPO: the ratio to the old policy, the KL to the initial one, temperature, several rewards, the knobs."""
+"""Plain GRPO: the ratio to the old policy, the KL to the initial one, temperature, rewards, settings."""
 
 import dataclasses
 import json
@@ -36,7 +36,8 @@ def test_the_kl_to_the_initial_policy_does_not_fall_to_0_when_completions_are_dr
     (f"{PLAIN} --steps 8", {"old_logps"}), ("--sync-k 2 --sample-every 4 --kl-beta 0.1", {"ref_logps"})])
 def test_no_unneeded_log_probs_are_computed(run, monkeypatch, flags, names):
     attached, attach = set(), humanline.attach_logps
-    monkeypatch.setattr(humanline, "attach_logps", lambda name, *more: attached.add(name) or attach(name, *more))
+    monkeypatch.setattr(humanline, "attach_logps",
+                        lambda name, *more: attached.add(name) or attach(name, *more))
     lines = metrics(run(flags))
     assert attached == names
     assert all(("kl" in line) == ("ref_logps" in names) for line in lines)
@@ -89,7 +90,8 @@ def test_dr_grpo_divides_neither_by_the_deviation_nor_by_a_sequences_length(tiny
     assert float(mean_loss) == pytest.approx(float((losses * x.mask).sum() / (8 * 16)))
 
 
-@pytest.mark.parametrize("flags", ["--epsilon-high 0.5 --epsilon 0.001", "--no-scale-rewards", "--average constant"])
+@pytest.mark.parametrize("flags", ["--epsilon-high 0.5 --epsilon 0.001", "--no-scale-rewards",
+                                   "--average constant"])
 @pytest.mark.parametrize("mode", ["--sync-k 3", PLAIN])
 def test_each_setting_has_an_effect_in_a_run(run, flags, mode):
     plain = f"{mode} --epsilon 0.001" if "epsilon" in flags else mode

@@ -34,7 +34,8 @@ def plain_peft(folder: Path | str):
     """Load a peft folder with peft alone, in fp32."""
     folder = str(folder)
     base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
-    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
+    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+                                          folder)
 
 
 def learned(policy) -> None:
@@ -73,7 +74,8 @@ def test_the_base_is_frozen_in_bf16_and_the_adapters_are_fp32(tiny, dtype):
     learned(policy)
     assert humanline.forward_backward(policy, random_batch("dpo"), config)["loss"] > 0
     for name, p in policy.named_parameters():
-        assert (p.grad is not None) == ("lora_" in name) and (p.grad is None or p.grad.dtype == torch.float32), name
+        assert (p.grad is not None) == ("lora_" in name), name
+        assert p.grad is None or p.grad.dtype == torch.float32, name
         assert p.grad is None or p.grad.abs().max() > 0, name
 
 
@@ -126,7 +128,8 @@ def test_the_final_folder_is_a_peft_folder_that_merges_to_the_same_model(run, tm
         assert (theirs(ids).logits - whole(ids).logits).abs().max() > 0.01
 
 
-def test_merging_as_in_the_readme_gives_a_folder_that_training_and_eval_accept(run, tmp_path, data_files, monkeypatch, capsys):
+def test_merging_as_in_the_readme_gives_a_folder_that_training_and_eval_accept(
+        run, tmp_path, data_files, monkeypatch, capsys):
     run(f"{LORA} --steps 1", out=str(tmp_path / "runs" / "mine"))
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -146,9 +149,11 @@ def test_a_peft_folder_is_merged_on_load_and_can_be_evaluated(run, tmp_path, dat
     assert metrics(second)[-1]["drift"] < 1e-4
     assert not list((second / "final").glob("adapter_*"))
     whole = AutoModelForCausalLM.from_pretrained(second / "final")
-    assert torch.allclose(full_logits_logps(whole, sequences[0]), full_logits_logps(theirs, sequences[0]), atol=1e-4)
+    assert torch.allclose(full_logits_logps(whole, sequences[0]), full_logits_logps(theirs, sequences[0]),
+                          atol=1e-4)
     for name in (str(first), str(first / "final")):
-        assert evaluation.main(["show", "--model", name, "--data", data_files["prompts"], "--prompts", "2"]) == 0
+        flags = ["show", "--model", name, "--data", data_files["prompts"], "--prompts", "2"]
+        assert evaluation.main(flags) == 0
     start = f"--model {first}/final --data {data_files['groups']} --lora 4 --out {tmp_path}/o".split()
     assert "already has adapters; merge them before using --lora" in complaint(start, tmp_path, capsys)
 
@@ -157,10 +162,12 @@ def test_a_peft_folder_is_merged_on_load_and_can_be_evaluated(run, tmp_path, dat
 
 @pytest.mark.parametrize("flags", [
     "--loss dpo --sync-k 3", "--loss grpo --sync-k 2 --sample-every 2 --sample-tokens 128"])
-def test_two_ranks_sharded_or_not_train_the_same_adapters_as_one_process(run, tiny, data_files, varied, tmp_path, flags):
-    flags = (f"--model {tiny} --data {data_files['groups']} --reward {varied} --batch-size 6 --steps 8 --lr 1e-3 "
-             f"--group-size 4 --max-new-tokens 4 --microbatch-tokens 200 {LORA} {flags}").split()
-    runs = [[*flags, *more, "--out", str(tmp_path / name)] for name, more in (("ddp", []), ("fsdp", ["--shard"]))]
+def test_two_ranks_sharded_or_not_train_the_same_adapters_as_one_process(
+        run, tiny, data_files, varied, tmp_path, flags):
+    flags = (f"--model {tiny} --data {data_files['groups']} --reward {varied} --batch-size 6 --steps 8 "
+             f"--lr 1e-3 --group-size 4 --max-new-tokens 4 --microbatch-tokens 200 {LORA} {flags}").split()
+    runs = [[*flags, *more, "--out", str(tmp_path / name)]
+            for name, more in (("ddp", []), ("fsdp", ["--shard"]))]
     runs += [[*flags, "--shard", "--dtype", "mixed", "--out", str(tmp_path / "mixed")]]
     (tmp_path / "driver.py").write_text(DRIVER + END)
     (tmp_path / "runs.json").write_text(json.dumps(runs))
@@ -173,7 +180,8 @@ def test_two_ranks_sharded_or_not_train_the_same_adapters_as_one_process(run, ti
         assert ours.keys() == theirs.keys()
         for key in ours:
             assert (ours[key] - theirs[key]).norm() <= 1e-5 * theirs[key].norm(), (name, key)
-    for line, other in zip(metrics(run("--dtype mixed", flags=flags)), metrics(tmp_path / "mixed"), strict=True):
+    for line, other in zip(metrics(run("--dtype mixed", flags=flags)), metrics(tmp_path / "mixed"),
+                           strict=True):
         assert line["loss"] == pytest.approx(other["loss"], abs=0.02) and line["tokens"] == other["tokens"]
 
 

@@ -15,10 +15,10 @@ import torch
 from conftest import encode_prompt, metrics, write_jsonl
 from test_command_line import complaint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (AutoModelForCausalLM, AutoTokenizer, CohereConfig, FalconConfig, Gemma2Config, GemmaTokenizer,
-                          GPT2Config, GPT2Tokenizer, GPTNeoXConfig, GraniteConfig, LlamaConfig, LlamaForCausalLM,
-                          LlamaModel, LlamaTokenizer, MistralConfig, OPTConfig, PreTrainedTokenizerFast, Qwen2Config,
-                          Qwen2Tokenizer, Qwen3Config)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, CohereConfig, FalconConfig, Gemma2Config,
+                          GemmaTokenizer, GPT2Config, GPT2Tokenizer, GPTNeoXConfig, GraniteConfig,
+                          LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaTokenizer, MistralConfig, OPTConfig,
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, Qwen3Config)
 
 import humanline
 from humanline import Config, Sequence
@@ -67,9 +67,10 @@ def llama_tokenizer():
 def llama3_tokenizer():
     marks = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     learned = Tokenizer(models.BPE(**byte_level(["<|begin_of_text|>", "<|end_of_text|>", *marks])))
-    learned.pre_tokenizer, learned.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=learned, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>",
-                                   extra_special_tokens=marks)
+    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learned.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=learned, bos_token="<|begin_of_text|>",
+                                   eos_token="<|end_of_text|>", extra_special_tokens=marks)
 
 
 def qwen_tokenizer():
@@ -78,8 +79,10 @@ def qwen_tokenizer():
 
 
 def gemma_tokenizer():
-    learned = with_byte_fallback(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"])
-    return GemmaTokenizer(**learned, add_bos_token=True, extra_special_tokens=["<start_of_turn>", "<end_of_turn>"])
+    learned = with_byte_fallback(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>",
+                                  "<end_of_turn>"])
+    return GemmaTokenizer(**learned, add_bos_token=True,
+                          extra_special_tokens=["<start_of_turn>", "<end_of_turn>"])
 
 
 def gpt2_tokenizer():
@@ -90,14 +93,16 @@ LLAMA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} "
     "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}")
 LLAMA3_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
-    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
 CHATML_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 GEMMA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
@@ -110,8 +115,8 @@ FAMILIES = {
     "qwen2": (Qwen2Config, qwen_tokenizer, CHATML_TEMPLATE, "<|im_end|>", None, GQA),
     "qwen3": (Qwen3Config, qwen_tokenizer, CHATML_TEMPLATE, "<|im_end|>", None, GQA | dict(head_dim=16)),
     "gemma2": (Gemma2Config, gemma_tokenizer, GEMMA_TEMPLATE, "<end_of_turn>", "<bos>",
-               GQA | dict(head_dim=16, sliding_window=64, final_logit_softcapping=2.0, attn_logit_softcapping=5.0,
-                          query_pre_attn_scalar=16)),
+               GQA | dict(head_dim=16, sliding_window=64, final_logit_softcapping=2.0,
+                          attn_logit_softcapping=5.0, query_pre_attn_scalar=16)),
     "gpt2": (GPT2Config, gpt2_tokenizer, None, "<|endoftext|>", None, {}),
 }
 
@@ -154,13 +159,15 @@ def random_ids(policy, generator, low: int, high: int) -> list[int]:
 
 def some_sequences(policy, count: int = 5) -> list[Sequence]:
     generator = torch.Generator().manual_seed(1)
-    return [Sequence(random_ids(policy, generator, 1, 20), random_ids(policy, generator, 1, 90)) for _ in range(count)]
+    return [Sequence(random_ids(policy, generator, 1, 20), random_ids(policy, generator, 1, 90))
+            for _ in range(count)]
 
 
 def own_rows(policy, sequences: list[Sequence]) -> list[torch.Tensor]:
     """The log-probs of each completion, with one sequence per row."""
     logps = humanline.log_probs(policy, [[sequence] for sequence in sequences])
-    assert all(not row[len(sequence.completion):].any() for row, sequence in zip(logps, sequences, strict=True))
+    assert all(not row[len(sequence.completion):].any()
+               for row, sequence in zip(logps, sequences, strict=True))
     return [row[: len(sequence.completion)] for row, sequence in zip(logps, sequences)]
 
 
@@ -197,7 +204,8 @@ def test_log_probs_and_their_gradients_equal_those_of_the_models_full_logits(fol
     expected = [full_logits_logps(policy, sequence) for sequence in sequences]
 
     weights = torch.randn(len(torch.cat(expected)), generator=torch.Generator().manual_seed(2))
-    gradients = lambda parts: torch.autograd.grad((torch.cat(parts) * weights).sum(), list(policy.parameters()))
+    gradients = lambda parts: torch.autograd.grad((torch.cat(parts) * weights).sum(),
+                                                  list(policy.parameters()))
     check_gradients(policy, gradients(logps), gradients(expected))
 
 
@@ -234,10 +242,13 @@ def test_activation_checkpointing_changes_no_gradient(folder, lora):
     grads = []
     for checkpointing in (False, True):
         policy, _, _ = load(folder("llama"), lora=lora, checkpoint_activations=checkpointing)
-        assert any(getattr(module, "gradient_checkpointing", False) for module in policy.modules()) == checkpointing
-        logps = humanline.log_probs(policy, [[sequence] for sequence in some_sequences(policy)] + shared_rows(policy))
+        assert any(getattr(module, "gradient_checkpointing", False)
+                   for module in policy.modules()) == checkpointing
+        logps = humanline.log_probs(policy,
+                                    [[sequence] for sequence in some_sequences(policy)] + shared_rows(policy))
         grads.append(torch.autograd.grad(logps.sum(), list(humanline.trained(policy).values())))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and any(grad.any() for grad in grads[0])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert any(grad.any() for grad in grads[0])
 
 
 @pytest.mark.parametrize("dtype", ["mixed", "bfloat16"])
@@ -262,8 +273,7 @@ def shared_rows(policy) -> list[list[Sequence]]:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2"])
-def test_sharing_a_prompt_changes_no_log_prob_and_no_gradient(
-        folder, family):
+def test_sharing_a_prompt_changes_no_log_prob_and_no_gradient(folder, family):
     policy, _, config = load(folder(family))
     assert config.shares_prompts
     rows, results = shared_rows(policy), []
@@ -319,7 +329,8 @@ def test_the_model_sees_exactly_the_prompt_and_the_completion_with_one_bos_and_o
 
     if template:
         turns = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": ANSWER}]
-        assert group.prompt == tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
+        expected = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)
+        assert group.prompt == expected["input_ids"]
         assert whole == tokenizer.apply_chat_template(turns)["input_ids"][: len(whole)]
     else:
         assert tokenizer.decode(group.prompt, skip_special_tokens=True) == PROMPT
@@ -340,14 +351,16 @@ def test_a_completion_with_an_end_token_gets_no_second_one(folder):
 def test_sampling_stops_at_every_token_that_ends_an_answer(folder, family):
     policy, tokenizer, config = load(folder(family), max_new_tokens=40)
     stops = humanline.stop_ids(policy, tokenizer)
-    assert stops[0] == tokenizer.convert_tokens_to_ids(FAMILIES[family][3]) and tokenizer.eos_token_id in stops
+    assert stops[0] == tokenizer.convert_tokens_to_ids(FAMILIES[family][3])
+    assert tokenizer.eos_token_id in stops
     prompts = encoded_prompts(tokenizer, "short", PROMPT, PROMPT * 3)
     drawn = [ids for ids, _ in humanline.sample(policy, prompts * 40, stops, config, 0)]
     ended = [ids for ids in drawn if ids[-1] in stops]
     assert ended and all(1 <= len(ids) <= 40 and not set(ids[:-1]) & set(stops) for ids in drawn)
 
 
-def test_the_models_generation_settings_do_not_affect_samples_but_are_kept_in_the_final_folder(folder, rows, tmp_path):
+def test_the_models_generation_settings_do_not_affect_samples_but_are_kept_in_the_final_folder(
+        folder, rows, tmp_path):
     settings = dict(repetition_penalty=50.0, no_repeat_ngram_size=1, top_k=1, min_new_tokens=8,
                     suppress_tokens=[*range(40, 300)])
     model = copy_of(folder("qwen2"), tmp_path / "model", generation_config=settings)
@@ -371,18 +384,22 @@ def test_a_pad_token_that_the_model_does_not_know_is_not_used(folder, rows, tmp_
 
 
 def test_a_system_message_is_kept_without_a_chat_template(folder):
-    _, tokenizer, group = encoded(folder("gpt2"), PAIRS[0], system="Be brief.", prompt_template="Q: {prompt}\nA:")
+    _, tokenizer, group = encoded(folder("gpt2"), PAIRS[0], system="Be brief.",
+                                  prompt_template="Q: {prompt}\nA:")
     assert tokenizer.decode(group.prompt) == "Be brief.\n\nQ: 1+1?\nA:"
 
 
 # Where an answer begins.
 
 QWEN3_TEMPLATE = CHATML_TEMPLATE.replace(
-    "{{ m.content }}", "{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}<think>\n\n</think>\n\n"
-    "{% endif %}{{ m.content }}").replace("assistant\n{% endif", "assistant\n{% if enable_thinking is defined and not "
+    "{{ m.content }}", "{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}"
+    "<think>\n\n</think>\n\n"
+    "{% endif %}{{ m.content }}").replace("assistant\n{% endif",
+                                          "assistant\n{% if enable_thinking is defined and not "
     "enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif")
 R1_TEMPLATE = CHATML_TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
-ZEPHYR_TEMPLATE = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}{% endfor %}"
+ZEPHYR_TEMPLATE = ("{{ bos_token }}{% for m in messages %}"
+                   "[{{ m.role }}]\n{{ m.content }}{{ eos_token }}{% endfor %}"
                    "{% if add_generation_prompt %}[assistant]\n{% endif %}")
 
 
@@ -413,15 +430,15 @@ def test_offline_answers_begin_where_the_chat_template_puts_them(folder, tmp_pat
         assert whole == loaded[1].apply_chat_template(turns)["input_ids"][: len(whole)]
 
 
-def test_offline_answers_that_contain_thinking_open_it_exactly_once(
-        folder, tmp_path):
+def test_offline_answers_that_contain_thinking_open_it_exactly_once(folder, tmp_path):
     loaded = with_template(folder, "qwen3", R1_TEMPLATE, tmp_path / "model")
     decode = loaded[1].decode
     group = encoded_row(*loaded, prompt=PROMPT, chosen="3 + 4 is 7.\n</think>\n\n7", rejected="</think>\n\nn")
     assert decode(group.prompt).endswith("assistant\n<think>\n")
     group = encoded_row(*loaded, prompt=PROMPT, chosen="<think>\n3 + 4 is 7.\n</think>\n\n7", rejected="no")
     whole = [decode(group.prompt + completion) for completion in group.completions]
-    assert [text.count("<think>") for text in whole] == [1, 0] and whole[1].endswith("assistant\nno<|im_end|>")
+    assert [text.count("<think>") for text in whole] == [1, 0]
+    assert whole[1].endswith("assistant\nno<|im_end|>")
 
 
 def test_template_arguments_reach_the_prompts(folder, tmp_path):
@@ -441,7 +458,8 @@ def test_a_template_that_writes_the_date_writes_the_same_date_every_day(folder, 
 
 
 def test_dialogues_keep_their_speakers_without_a_chat_template(folder, capsys):
-    start = "\n\nHuman: What is the capital of France?\n\nAssistant: Paris.\n\nHuman: And of Spain?\n\nAssistant:"
+    start = ("\n\nHuman: What is the capital of France?\n\nAssistant: Paris."
+             "\n\nHuman: And of Spain?\n\nAssistant:")
     row = dict(chosen=f"{start} Madrid.", rejected=f"{start} Rome.")
     _, tokenizer, group = encoded(folder("gpt2"), row)
     assert tokenizer.decode(group.prompt, skip_special_tokens=True) == start.replace(": ", ":\n") + "\n"
@@ -599,7 +617,8 @@ def test_the_model_card_says_how_the_model_was_trained(folder, rows, tmp_path):
     assert "\nbase_model: meta-llama/Llama\n" in (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
+                    reason="torch.compile needs a C++ compiler")
 def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folder, rows, tmp_path, varied):
     """With shared prompts, for training, rollouts and reference log-probs."""
     losses, drawn, graphs = [], [], []

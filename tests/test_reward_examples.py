@@ -31,10 +31,12 @@ def test_the_examples_in_the_docstrings_hold():
 @pytest.mark.parametrize("completion, formatted, tags", [
     (FORMATTED, 1, 1.0),
     ("", 0, 0.0),
-    ("<think>\n</think>\n<answer>\n</answer>", 0, 1.0),  # a line of thought and one of answer must be there...
+    # a line of thought and one of answer must be there...
+    ("<think>\n</think>\n<answer>\n</answer>", 0, 1.0),
     ("<think>\n\n</think>\n<answer>\n\n</answer>", 1, 1.0),  # ...but may be empty
     ("<think>1+1=2</think><answer>2</answer>", 0, 0.0),  # not on lines of their own
-    ("<answer>\n2\n</answer>\n<think>\n1+1\n</think>\n", 0, 0.75),  # wrong order; no line break before <answer>
+    # wrong order; no line break before <answer>
+    ("<answer>\n2\n</answer>\n<think>\n1+1\n</think>\n", 0, 0.75),
     (FORMATTED + "\nI hope it is right.", 1, 1.0),
     (FORMATTED + " Really.", 0, 1.0),
     (FORMATTED.replace("\n</answer>", ""), 0, 0.75),  # cut at --max-new-tokens
@@ -85,7 +87,8 @@ def test_each_example_rewards_what_it_claims(name, completion, row, expected):
 
 @pytest.mark.needs("vaderSentiment")
 def test_sentiment_tells_positive_from_negative_and_neutral():
-    glad, sad = reward("sentiment", "I love this wonderful, happy day!"), reward("sentiment", "I hate this awful war.")
+    glad = reward("sentiment", "I love this wonderful, happy day!")
+    sad = reward("sentiment", "I hate this awful war.")
     assert -1 <= sad < -0.5 < 0.5 < glad <= 1
     assert reward("sentiment", "") == reward("sentiment", "A table has four legs.") == 0
 
@@ -93,7 +96,8 @@ def test_sentiment_tells_positive_from_negative_and_neutral():
 def test_without_vader_sentiment_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
     rewards.sentiment_analyzer.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match="^sentiment needs vaderSentiment: pip install vaderSentiment$"):
+    with pytest.raises(ModuleNotFoundError,
+                       match="^sentiment needs vaderSentiment: pip install vaderSentiment$"):
         reward("sentiment", "fine")
 
 

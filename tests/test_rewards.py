@@ -94,14 +94,16 @@ def test_equal_strings_and_numbers_do_not_need_the_math_library(comparisons, ref
 
 
 @pytest.mark.parametrize("reference, answer", [
-    ("18", "19"), ("18", ""), ("", "18"), ("1.5", "15"), ("18", "1" * 100_000), ("0.001", "0"), ("1,234", "234")])
+    ("18", "19"), ("18", ""), ("", "18"), ("1.5", "15"), ("18", "1" * 100_000), ("0.001", "0"),
+    ("1,234", "234")])
 def test_different_numbers_do_not_need_the_math_library(comparisons, reference, answer):
     assert math_reward.same_answer(reference, answer) is False and not comparisons
 
 
 @pytest.mark.parametrize("reference, answer", [("\\frac{1}{23}", "\\frac{12}{3}"), ("1,2", "12"),
                                                ("x_{12}", "x_12"), ("\\leftarrow", "arrow")])
-def test_answers_that_a_comparison_of_strings_cannot_decide_go_to_the_math_library(comparisons, reference, answer):
+def test_answers_that_a_comparison_of_strings_cannot_decide_go_to_the_math_library(
+        comparisons, reference, answer):
     assert math_reward.same_answer(reference, answer) is True and comparisons == [(reference, answer)]
 
 
@@ -127,7 +129,8 @@ EQUAL = [
     ("104", r"The total is \$104."),
 ]
 UNEQUAL = [
-    (r"\frac{14}{3}", r"\boxed{4.6}"), ("5", r"\boxed{x + 5}"), ("x^2+2x+1", r"\boxed{x^2+1}"), (r"\text{even}", "odd"),
+    (r"\frac{14}{3}", r"\boxed{4.6}"), ("5", r"\boxed{x + 5}"), ("x^2+2x+1", r"\boxed{x^2+1}"),
+    (r"\text{even}", "odd"),
     ("1,-2", r"\boxed{1}"), ("18", "It could be 18, or perhaps 20"), (r"\pi", r"\boxed{3.14}"),
     ("(3,4]", r"\boxed{[3,4]}"), ("3", "I do not know"), ("3", r"\boxed{}"), ("3", "3/4 cups"),
 ]
@@ -143,10 +146,11 @@ def test_the_math_library_decides_what_strings_cannot(math_score, capsys):
 
 def test_hostile_answers_affect_no_other_answer(math_score, tmp_path, capsys):
     code = f"__import__('os').system('touch {tmp_path}/hit')"
-    hostile = [code, f"\\boxed{{{code}}}", f"The answer is {code}", f"#### 3+{code}", f"\\boxed{{\\text{{{code}}}}}",
-               f"${code}$", "\\boxed{" + "{" * 400 + "}" * 400 + "}", "9**9**9**9", "9^9^9^9 apples",
-               "\\boxed{9^{9^{9^9}}}", "\\boxed{(10^{10})!}", "(" * 400 + "3" + ")" * 400, "\\frac" * 150,
-               "x" * 100_000, "\\boxed{" * 10_000, "\\boxed{" + "1+" * 50_000 + "1}", "answer is " * 10_000,
+    hostile = [code, f"\\boxed{{{code}}}", f"The answer is {code}", f"#### 3+{code}",
+               f"\\boxed{{\\text{{{code}}}}}", f"${code}$", "\\boxed{" + "{" * 400 + "}" * 400 + "}",
+               "9**9**9**9", "9^9^9^9 apples", "\\boxed{9^{9^{9^9}}}", "\\boxed{(10^{10})!}",
+               "(" * 400 + "3" + ")" * 400, "\\frac" * 150, "x" * 100_000, "\\boxed{" * 10_000,
+               "\\boxed{" + "1+" * 50_000 + "1}", "answer is " * 10_000,
                "#### " + "9" * 5000, "\ud800", "\x00", "\\boxed{\\sum_{n=1}^{10^{12}} n^{-3}}"]
     started = time.perf_counter()
     completions = [text for answer in hostile for text in (answer, "\\boxed{16/2}")]
@@ -260,15 +264,17 @@ def user_files(tmp_path_factory) -> Path:
 
 def test_a_custom_reward_gets_prompts_completions_and_rows(user_files, capfd):
     rows = [{"bonus": 0.25, "prompt": "x"}, {"bonus": 0, "when": Path("a date or the like")}]
-    assert load(f"{user_files}/light-weight.py:good")([PROMPT, PROMPT * 2], ["abc", "é\ud800"], rows) == [31.25, 22.0]
+    score = load(f"{user_files}/light-weight.py:good")
+    assert score([PROMPT, PROMPT * 2], ["abc", "é\ud800"], rows) == [31.25, 22.0]
     assert "scoring" in capfd.readouterr().out  # what it prints is printed
 
 
-MIXED = ["2024-01-08", "2024-01-08T00:00:00Z", 5, 2.5, 5.0, "5", "007", 12345678901234567890, True, None, [1, "2"],
-         {"b": 1.0, "a": 2}]
+MIXED = ["2024-01-08", "2024-01-08T00:00:00Z", 5, 2.5, 5.0, "5", "007", 12345678901234567890, True, None,
+         [1, "2"], {"b": 1.0, "a": 2}]
 
 def test_a_reward_gets_the_values_of_a_row_as_they_are_written(tiny, user_files, tmp_path):
-    rows = [{"prompt": "a", "answer": answer, "written": repr(answer)} for answer in MIXED if answer is not None]
+    rows = [{"prompt": "a", "answer": answer, "written": repr(answer)} for answer in MIXED
+            if answer is not None]
     path, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out"
     flags = (f"--model {tiny} --data {path} --reward {user_files}/light-weight.py:unchanged --sample-every 1 "
              f"--group-size 2 --batch-size {len(rows)} --steps 1 --max-new-tokens 2 --out {out}")
@@ -283,7 +289,8 @@ def test_a_function_may_return_an_array_or_numbers_of_any_kind(user_files):
 
 @pytest.mark.parametrize("kind, reason", [
     ("raise", "KeyError: 'no such"), ("exit", "SystemExit: 0"), ("crash", "its process died"),
-    ("hang", "took longer than 0.5 s"), ("wrong length", "is not a list of 4"), ("no list", "no attribute 'tolist'"),
+    ("hang", "took longer than 0.5 s"), ("wrong length", "is not a list of 4"),
+    ("no list", "no attribute 'tolist'"),
     ("nan", "nan"), ("none", "None"), ("huge", "1000000"),
 ])
 def test_a_bad_score_fails_only_its_own_sample_with_one_warning(user_files, capsys, kind, reason):
@@ -354,8 +361,8 @@ def reward_model(tmp_path_factory) -> str:
     folder, tokenizer = tmp_path_factory.mktemp("reward-model"), character_tokenizer()
     torch.manual_seed(1)
     LlamaForSequenceClassification(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, num_labels=1, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, num_labels=1, pad_token_id=tokenizer.pad_token_id,
         initializer_range=0.2)).save_pretrained(folder)
     bos = [("<bos>", tokenizer.bos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=bos)
@@ -370,7 +377,8 @@ def by_hand(folder: str) -> list[float]:
     """The logit of each of COMPLETIONS to PROMPT, computed separately."""
     from transformers import AutoTokenizer, LlamaForSequenceClassification
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), LlamaForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = LlamaForSequenceClassification.from_pretrained(folder)
     logits = []
     for text in COMPLETIONS:
         dialogue = [*PROMPT, {"role": "assistant", "content": text}]
@@ -421,7 +429,8 @@ class Model(transformers.LlamaForSequenceClassification):
     pass
 """)
     file = folder / "config.json"
-    settings = json.loads(file.read_text()) | {"auto_map": {"AutoModelForSequenceClassification": "code.Model"}}
+    settings = json.loads(file.read_text()) | {
+        "auto_map": {"AutoModelForSequenceClassification": "code.Model"}}
     file.write_text(json.dumps(settings))
     assert score(folder) == score(reward_model) and not (tmp_path / "hit").exists()
     assert score(folder, trust_remote_code=True) == score(reward_model) and (tmp_path / "hit").exists()
@@ -436,7 +445,8 @@ def test_reward_args_that_are_not_a_json_object_give_a_one_line_error(text):
 def test_reward_args_reach_the_reward_and_are_recorded(run, tmp_path):
     (tmp_path / "scaled.py").write_text("def scaled(prompts, completions, rows, factor):\n"
                                         "    return [factor * len(text) for text in completions]\n")
-    flags = f"--sample-every 1 --steps 1 --reward {tmp_path}/scaled.py:scaled --reward-args {{\"factor\":1000}}"
+    flags = (f"--sample-every 1 --steps 1 --reward {tmp_path}/scaled.py:scaled "
+             '--reward-args {"factor":1000}')
     folder = run(flags)
     assert metrics(folder)[0]["reward"] > 500
     assert humanline.parse_config(["--config", str(folder / "config.toml")]).reward_args == '{"factor":1000}'
@@ -446,7 +456,8 @@ def test_reward_args_reach_the_reward_and_are_recorded(run, tmp_path):
 
 @pytest.fixture
 def sums(tmp_path) -> str:
-    return write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(8)])
+    return write_jsonl(tmp_path / "sums.jsonl",
+                       [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(8)])
 
 
 def test_a_run_can_train_on_the_math_reward(tiny, sums, tmp_path):
@@ -457,9 +468,10 @@ def test_a_run_can_train_on_the_math_reward(tiny, sums, tmp_path):
 
 
 def test_a_reward_that_fails_after_the_first_rollouts_does_not_stop_a_run(run, tmp_path, capsys):
-    (tmp_path / "bad.py").write_text("calls = []\n\ndef bad(prompts, completions, rows):\n    calls.append(1)\n"
-                                     "    if len(calls) > 1:\n        raise ValueError('works no more')\n"
-                                     "    return [len(text) / 9 for text in completions]\n")
+    (tmp_path / "bad.py").write_text(
+        "calls = []\n\ndef bad(prompts, completions, rows):\n    calls.append(1)\n"
+        "    if len(calls) > 1:\n        raise ValueError('works no more')\n"
+        "    return [len(text) / 9 for text in completions]\n")
     lines = metrics(run(f"--sample-every 1 --steps 3 --reward {tmp_path}/bad.py:bad --reward-failed -0.5"))
     assert [line["reward"] for line in lines[1:]] == [-0.5] * 2 and lines[0]["reward"] > -0.5
     failed = "16 of 16 samples failed and count as -0.5"
@@ -474,7 +486,8 @@ def test_a_reward_that_fails_after_the_first_rollouts_does_not_stop_a_run(run, t
     ("math", r"rows.jsonl row 2: no answer and no solution; --reward math"),
     ("exact", r"rows.jsonl row 2: no answer; --reward exact"),
 ])
-def test_an_impossible_reward_gives_a_one_line_error_before_training(tiny, tmp_path, monkeypatch, capsys, reward, expected):
+def test_an_impossible_reward_gives_a_one_line_error_before_training(
+        tiny, tmp_path, monkeypatch, capsys, reward, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.py").write_text("")
     write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "b"}])

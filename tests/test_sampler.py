@@ -76,7 +76,8 @@ def engine(prompts, settings, count, seed, weights):
     @torch.no_grad()
     def complete(prompt):
         ids = torch.tensor([prompt])
-        while ids[0, -1] not in settings["stop_ids"] and ids.shape[1] < len(prompt) + settings["max_new_tokens"]:
+        longest = len(prompt) + settings["max_new_tokens"]
+        while ids[0, -1] not in settings["stop_ids"] and ids.shape[1] < longest:
             ids = torch.cat([ids, torch.multinomial(log_probs(ids)[:, -1].exp(), 1)], 1)
         completion, rows = ids[0, len(prompt) :], log_probs(ids)[0, len(prompt) - 1 : -1]
         return completion.tolist(), rows.gather(1, completion[:, None])[:, 0].tolist()
@@ -91,7 +92,8 @@ def start(folder: Path, function: str) -> str:
     """A --sampler that starts a function from a file in the same way as configs/external.py."""
     name = function.rpartition(":")[2]
     path = folder / f"start_{name}.py"
-    path.write_text(f"import runpy\n\nexternal = runpy.run_path({str(EXTERNAL)!r})\nexternal['External'].__init__.__globals__['SECONDS'] = {SECONDS}\n\n"
+    path.write_text(f"import runpy\n\nexternal = runpy.run_path({str(EXTERNAL)!r})\n"
+                    f"external['External'].__init__.__globals__['SECONDS'] = {SECONDS}\n\n"
                     f"def {name}(run):\n    return external['External'](run, {function!r})\n")
     return f"{path}:{name}"
 
@@ -128,18 +130,22 @@ def test_a_sampler_gets_the_current_weights_for_each_drawing(run, sampler, notes
     assert [note["count"] for note in calls] == [3, 1, 4] * 3 + [3, 1]
     assert [len(note["prompts"]) for note in calls] == [24, 24, 8] * 3 + [24, 24]
     folders = [note["weights"] for note in calls]
-    assert folders[0] == folders[1] == folders[2] != folders[3] == folders[4] == folders[5]  # written when they changed
+    # written when they changed
+    assert folders[0] == folders[1] == folders[2] != folders[3] == folders[4] == folders[5]
     assert len({note["seed"] for note in calls[2::3]}) == 3
-    assert calls[2]["settings"] == dict(temperature=0.7, top_p=0.9, stop_ids=[3], max_new_tokens=4, dtype="float32")
+    assert calls[2]["settings"] == dict(temperature=0.7, top_p=0.9, stop_ids=[3], max_new_tokens=4,
+                                        dtype="float32")
     assert calls[1]["settings"]["temperature"] == 0
     first = AutoModelForCausalLM.from_pretrained(tiny).model.norm.weight[0].item()
     last = load_file(whole / "final" / "model.safetensors")["model.norm.weight"][0].item()
-    assert calls[0]["first"] == pytest.approx(first, abs=0) and calls[-1]["first"] == pytest.approx(last, abs=0)
+    assert calls[0]["first"] == pytest.approx(first, abs=0)
+    assert calls[-1]["first"] == pytest.approx(last, abs=0)
     lines = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
     drawn = [completion for note in calls[2::3] for group in note["answer"] for completion in group]
     assert [[line["tokens"], line["logps"]] for line in lines] == drawn and len(drawn) == 6 * 4 * 4
     assert [line["lag"] for line in metrics(whole)] == [0, 1] * 3
-    assert not Path(folders[0]).parent.exists() and not any(os.path.exists(f"/proc/{note['pid']}") for note in calls)
+    assert not Path(folders[0]).parent.exists()
+    assert not any(os.path.exists(f"/proc/{note['pid']}") for note in calls)
 
 
 def test_an_engine_is_compared_with_the_trainer_and_ends_the_run_if_its_log_probs_differ(
@@ -243,14 +249,18 @@ def test_a_sampler_that_fails_once_is_restarted_and_changes_no_result(
 
 
 @pytest.mark.parametrize("what", list(BREAKS)[:4])
-def test_a_sampler_that_fails_again_ends_the_run_with_a_one_line_error_and_the_run_can_be_resumed(run, sampler, tmp_path, monkeypatch, what):
+def test_a_sampler_that_fails_again_ends_the_run_with_a_one_line_error_and_the_run_can_be_resumed(
+        run, sampler, tmp_path, monkeypatch, what):
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2 if "sleep" in what else 60)
     flags = "--sample-every 2 --steps 6 --save-every 2 --sampler"
     out, spec = str(tmp_path / "broken-run"), sampler("breaking", breaking(tmp_path, what, 2))
     with pytest.raises(UserError) as raised:
         run(f"{flags} {spec}", out=out)
-    assert "\n" not in str(raised.value) and BREAKS[what] in str(raised.value) and "sampler.log" in str(raised.value)
-    assert "these are my last words" in Path(out, "sampler.log").read_text() and not list(Path(out).glob("weights*"))
+    assert "\n" not in str(raised.value)
+    assert BREAKS[what] in str(raised.value)
+    assert "sampler.log" in str(raised.value)
+    assert "these are my last words" in Path(out, "sampler.log").read_text()
+    assert not list(Path(out).glob("weights*"))
     resumed = run(f"{flags} {spec} --resume latest", out=out)  # by now it has failed twice, and works
     good = run(f"{flags} {spec}")
     assert timeless(resumed) == timeless(good) and same_weights(resumed, good)
@@ -261,7 +271,8 @@ def test_a_killed_trainer_leaves_no_sampler_process_and_a_resumed_run_no_weights
     flags = (f"--model {tiny} --data {data_files['prompts']} --reward {varied} --steps 2 --batch-size 2 "
              f"--group-size 2 --max-new-tokens 4 --sample-every 2 --top-p 1e-9 --out {tmp_path / 'run'} "
              f"--sampler {sampler('hangs', HANGS)}").split()
-    trainer = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags], stderr=subprocess.DEVNULL)
+    trainer = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags],
+                               stderr=subprocess.DEVNULL)
     while not (tmp_path / "notes.jsonl").exists():
         assert trainer.poll() is None
         time.sleep(0.1)
@@ -290,13 +301,16 @@ def test_a_killed_trainer_leaves_no_sampler_process_and_a_resumed_run_no_weights
     ("{file}:draw", "/no/python", "No such file or directory: '/no/python'"),
     ("{file}:draw", "/bin/ls", "its process ended with status 2"),
 ])
-def test_a_sampler_that_does_not_start_gives_a_one_line_error(run, sampler, tmp_path, monkeypatch, function, command, says):
+def test_a_sampler_that_does_not_start_gives_a_one_line_error(run, sampler, tmp_path, monkeypatch, function,
+                                                              command, says):
     sampler()
     monkeypatch.setenv("HUMANLINE_SAMPLER_COMMAND", command)
     spec = start(tmp_path, function.replace("{file}", str(tmp_path / "draw.py")))
     with pytest.raises(UserError) as raised:
         run(f"--sampler {spec} --sample-every 2", out=str(tmp_path / "none"))
-    assert says in str(raised.value) and f"--sampler {spec}: " in str(raised.value) and "\n" not in str(raised.value)
+    assert says in str(raised.value)
+    assert f"--sampler {spec}: " in str(raised.value)
+    assert "\n" not in str(raised.value)
     assert [path.name for path in (tmp_path / "none").iterdir()] in ([], ["sampler.log"])
 
 
@@ -342,7 +356,9 @@ def test_what_any_sampler_returns_is_checked(run, tmp_path, value):
     with pytest.raises(UserError) as raised:
         run(f"--sampler {path}:draw --sample-every 1")
     message = str(raised.value)
-    assert message.startswith(f"--sampler {path}:draw: ") and RETURNS[value] in message and "\n" not in message
+    assert message.startswith(f"--sampler {path}:draw: ")
+    assert RETURNS[value] in message
+    assert "\n" not in message
 
 
 def test_a_sampler_that_returns_no_function_gives_a_one_line_error(run, tmp_path):
@@ -355,11 +371,13 @@ def test_a_sampler_that_returns_no_function_gives_a_one_line_error(run, tmp_path
 def test_missing_vllm_is_reported_at_once(run):
     if importlib.util.find_spec("vllm"):
         pytest.skip("vllm is installed")
-    with pytest.raises(UserError, match="--sampler configs/external.py:vllm: .*'vllm'; set HUMANLINE_SAMPLER_COMMAND"):
+    says = "--sampler configs/external.py:vllm: .*'vllm'; set HUMANLINE_SAMPLER_COMMAND"
+    with pytest.raises(UserError, match=says):
         run("--sampler configs/external.py:vllm --sample-every 2")
 
 
-def test_two_ranks_train_on_the_completions_of_one_sampler(run, sampler, notes, tiny, data_files, varied, tmp_path):
+def test_two_ranks_train_on_the_completions_of_one_sampler(run, sampler, notes, tiny, data_files, varied,
+                                                           tmp_path):
     flags = f"--sampler {sampler()} --sample-every 4 --steps 4 --top-p 1e-9"  # any log-probs will do
     alone = run(flags)
     calls = notes()
@@ -370,7 +388,8 @@ def test_two_ranks_train_on_the_completions_of_one_sampler(run, sampler, notes, 
     assert process.returncode == 0, error[-2000:]
     again = notes()[len(calls) :]  # by one rank alone
     assert [note["seed"] for note in again] == [note["seed"] for note in calls]
-    first, second = (load_file(folder / "final" / "model.safetensors") for folder in (alone, tmp_path / "two"))
+    first, second = (load_file(folder / "final" / "model.safetensors")
+                     for folder in (alone, tmp_path / "two"))
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)
 
@@ -404,7 +423,8 @@ def test_completions_are_drawn_with_the_probabilities_that_are_reported(tiny, se
 def test_computing_a_prompt_once_changes_no_completion(tiny, monkeypatch, longest, cache, dtype):
     policy, _, config = policy_of(tiny, max_new_tokens=longest, temperature=0.001, dtype=dtype)
     caches, prompt_cache = [], humanline.prompt_cache
-    monkeypatch.setattr(humanline, "prompt_cache", lambda *args: caches.append(prompt_cache(*args)) or caches[-1])
+    monkeypatch.setattr(humanline, "prompt_cache",
+                        lambda *args: caches.append(prompt_cache(*args)) or caches[-1])
     together = humanline.sample(policy, PROMPTS, [3], config, 0)
     alone = [humanline.sample(policy, [prompt], [3], config, 0)[0] for prompt in PROMPTS]
     assert type(caches[0]).__name__ == cache and caches[1:] == [None] * len(PROMPTS)
@@ -412,7 +432,8 @@ def test_computing_a_prompt_once_changes_no_completion(tiny, monkeypatch, longes
         assert [ids for ids, _ in together] == [ids for ids, _ in alone]
     config.temperature = 1.0
     for prompt, (ids, logps) in zip(PROMPTS, humanline.sample(policy, PROMPTS, [3], config, 0)):
-        expected = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.float().log_softmax(-1)
         tolerance = 2e-4 if dtype == "float32" else 0.1
         assert logps == pytest.approx(expected[range(len(ids)), ids].tolist(), abs=tolerance)
 
@@ -444,7 +465,8 @@ def test_drawing_depends_only_on_the_seed_and_does_not_touch_the_global_random_s
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter of an environment with vLLM")
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ,
+                    reason="VLLM_PYTHON names no interpreter of an environment with vLLM")
 def test_vllm_draws_with_the_trainers_weights_before_and_after_a_step(tmp_path, data_files, varied):
     """In fp32 the gap is tiny if the weights are equal, so a reload that missed a tensor would show. The head
     size is one that vLLM supports."""
@@ -453,13 +475,14 @@ def test_vllm_draws_with_the_trainers_weights_before_and_after_a_step(tmp_path, 
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)).save_pretrained(tmp_path / "model")
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    done = command(*(f"--model {tmp_path / 'model'} --data {data_files['prompts']} --reward {varied} --sample-every 2 "
-                     f"--steps 6 --batch-size 4 --group-size 4 --max-new-tokens 8 --lr 1e-2 --sampler "
-                     f"configs/external.py:vllm --out {tmp_path / 'run'}").split(),
+    done = command(*(f"--model {tmp_path / 'model'} --data {data_files['prompts']} --reward {varied} "
+                     f"--sample-every 2 --steps 6 --batch-size 4 --group-size 4 --max-new-tokens 8 --lr 1e-2 "
+                     f"--sampler configs/external.py:vllm --out {tmp_path / 'run'}").split(),
                    HUMANLINE_SAMPLER_COMMAND=os.environ["VLLM_PYTHON"])
     assert done.returncode == 0, done.stderr
     lines = metrics(tmp_path / "run")

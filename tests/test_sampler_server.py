@@ -214,7 +214,8 @@ def test_servers_share_prompts_and_get_new_weights_first(engines, client, weight
     assert draw(sampler, second) == expected(second)
     for engine in both:
         assert len(engine.adapters) == is_lora  # the old ones are gone
-        prompts = [body.get("prompt") or body["input_ids"][0] for path, body in engine.requests if path == route]
+        prompts = [body.get("prompt") or body["input_ids"][0] for path, body in engine.requests
+                   if path == route]
         assert len(prompts) == 12
 
 
@@ -294,7 +295,9 @@ def test_a_server_that_fails_is_left_out_and_the_other_draws_its_share(
         sampler.DRAW_SECONDS = 1
     assert draw(sampler, folder) == expected(folder)
     line = capsys.readouterr().out.strip()
-    assert line.startswith(f"{bad.url}: ") and "\n" not in line and line.endswith("the other servers took over its prompts")
+    assert line.startswith(f"{bad.url}: ")
+    assert "\n" not in line
+    assert line.endswith("the other servers took over its prompts")
     good.close()
     with pytest.raises(RuntimeError, match="^no server is left. .*$") as raised:
         draw(sampler, folder)

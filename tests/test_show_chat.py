@@ -29,14 +29,16 @@ def shown(output: str, models: int) -> list[list[tuple[str, str]]]:
     """Per prompt and model: the first completion in its column, and the summary below it."""
     blocks = []
     for block in re.split(r"^── \d+ of \d+: .*$", output, flags=re.M)[1:]:
-        cells = [[cell.strip() for cell in line.split("│")] for line in re.split("─{20,}\n", block)[1].splitlines()]
+        cells = [[cell.strip() for cell in line.split("│")]
+                 for line in re.split("─{20,}\n", block)[1].splitlines()]
         end = next(i for i, line in enumerate(cells) if line[0].startswith("→"))
         blocks.append([("\n".join(line[i] for line in cells[:end]), cells[end][i]) for i in range(models)])
     return blocks
 
 
 def test_show_prints_completions_and_their_rewards(ask, tiny, prompts, varied):
-    output = ask(f"show --model {tiny} {tiny} --data {prompts} --prompts 3 --max-new-tokens 6 --reward {varied}")
+    output = ask(f"show --model {tiny} {tiny} --data {prompts} --prompts 3 --max-new-tokens 6 "
+                 f"--reward {varied}")
     config = humanline.parse_config(["--model", tiny, "--reward", varied, "--max-new-tokens", "6"])
     rows = humanline.read_rows(prompts, config, "--data")
     sampler = evaluation.load(tiny, config)
@@ -57,26 +59,31 @@ def test_show_prints_completions_and_their_rewards(ask, tiny, prompts, varied):
 
 def test_greedy_completions_are_shown_once_and_equal_those_of_accuracy(ask, tiny, prompts, tmp_path):
     output = ask(f"show --model {tiny} --data {prompts} --prompts 4 --samples 3 --greedy --max-new-tokens 4")
-    ask(f"accuracy --model {tiny} --data {prompts} --limit 4 --samples 1 --max-new-tokens 4 --out drawn.jsonl")
+    ask(f"accuracy --model {tiny} --data {prompts} --limit 4 --samples 1 --max-new-tokens 4 "
+        "--out drawn.jsonl")
     lines = map(json.loads, (tmp_path / "drawn.jsonl").read_text().splitlines())
     greedy = [line["completion"] for line in lines if line["kind"] == "greedy"]
     assert [block[0][0].strip() for block in shown(output, 1)] == [text.strip() for text in greedy]
     assert output.count("→ reward") == 4
 
 
-def test_a_model_that_is_not_a_run_gets_the_prompts_and_reward_of_the_run_next_to_it(ask, run, tiny, prompts, varied):
-    folder = run(f"--prompt-template <{{prompt}}> --system hello --max-new-tokens 3 --reward {varied} --steps 1")
+def test_a_model_that_is_not_a_run_gets_the_prompts_and_reward_of_the_run_next_to_it(
+        ask, run, tiny, prompts, varied):
+    folder = run("--prompt-template <{prompt}> --system hello --max-new-tokens 3 "
+                 f"--reward {varied} --steps 1")
     output = ask(f"show --model {tiny} {folder} --data {prompts} --prompts 2")
     first = rows_of("prompts")[0]["prompt"]
     assert f"system: hello\nuser: <{first}>\n" in output and output.count("system: hello") == 2
     assert " 3 tokens, truncated" in output and " 4 tokens" not in output
     rewards = [re.findall(r"→ reward (\S+),", line) for line in output.splitlines() if line.startswith(" →")]
-    assert {reward for pair in rewards for reward in pair} - {"0", "1"}, "these are no rewards of --reward exact"
+    # Rewards of --reward exact would be 0 or 1.
+    assert {reward for pair in rewards for reward in pair} - {"0", "1"}
 
 
 def test_prompts_that_differ_between_runs_are_shown_in_the_columns(ask, run, prompts):
     folders = [run(f"--prompt-template {around} --steps 1") for around in ("<{prompt}>", "[{prompt}]")]
-    output = ask(f"show --model {' '.join(map(str, folders))} --data {prompts} --prompts 1 --max-new-tokens 2")
+    models = " ".join(map(str, folders))
+    output = ask(f"show --model {models} --data {prompts} --prompts 1 --max-new-tokens 2")
     first = rows_of("prompts")[0]["prompt"]
     assert re.search(rf"^ \(<{re.escape(first)}>\) +│ \(\[{re.escape(first)}\]\) *$", output, re.M)
 
@@ -118,7 +125,8 @@ def talk(monkeypatch, capsys):
 
         def listen(policy, prompts, *more):
             (drawn,) = sample(policy, prompts, *more)
-            turns.append(tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompts[0], drawn[0])))
+            turns.append(tuple(tokenizer.decode(ids, skip_special_tokens=True)
+                               for ids in (prompts[0], drawn[0])))
             return [drawn]
 
         lines = io.BytesIO("".join(f"{message}\n" for message in messages).encode())
@@ -140,7 +148,8 @@ def test_a_chat_remembers_its_turns_until_it_is_reset(talk, talker):
     for text in (answer, second_answer, third_answer):
         assert f"\n{talker}> {text} [truncated after 5 tokens]\n" in output
     assert "[new dialogue]" in output and answer != third_answer
-    assert talk(f"--model {talker} --max-new-tokens 5", "1", "2", "", "/reset", "3") == (output, turns)  # the seed's
+    # the same seed gives the same answers
+    assert talk(f"--model {talker} --max-new-tokens 5", "1", "2", "", "/reset", "3") == (output, turns)
 
 
 def test_a_chat_uses_the_prompt_settings_of_training(talk, talker, run, data_files):
@@ -153,7 +162,8 @@ def test_a_chat_uses_the_prompt_settings_of_training(talk, talker, run, data_fil
 
 def test_without_a_chat_template_each_text_is_continued_alone_with_one_warning(talk, plain):
     output, turns = talk(f"--model {plain} --max-new-tokens 4", "1", "2")
-    assert [prompt for prompt, _ in turns] == ["1", "2"] and output.count(f"{plain} has no chat template") == 1
+    assert [prompt for prompt, _ in turns] == ["1", "2"]
+    assert output.count(f"{plain} has no chat template") == 1
 
 
 def test_an_answer_streams_and_ctrl_c_stops_only_that_answer(talk, talker, monkeypatch):
@@ -166,7 +176,8 @@ def test_an_answer_streams_and_ctrl_c_stops_only_that_answer(talk, talker, monke
             raise KeyboardInterrupt
 
     monkeypatch.setattr(transformers.TextStreamer, "put", interrupted)
-    output, ((second, _),) = talk(f"--model {talker} --max-new-tokens 9", "1", "2")  # the stopped call returned nothing
+    # the stopped call returned nothing
+    output, ((second, _),) = talk(f"--model {talker} --max-new-tokens 9", "1", "2")
     partial, = re.findall(rf"{talker}> (.*) \[stopped\]", output)
     assert partial and whole.startswith(partial) and partial != whole and second == f"u:1;a:{partial};u:2;a:"
 
@@ -191,7 +202,9 @@ def test_a_piped_chat_reads_any_bytes_and_ends_with_its_input(talker, tmp_path):
     line = [sys.executable, str(ROOT / "eval.py"), "chat", "--model", talker, "--max-new-tokens", "2"]
     done = subprocess.run(line, input=b"1\n\xff\n", capture_output=True, cwd=tmp_path, env={**os.environ})
     output = done.stdout.decode()
-    assert (done.returncode, done.stderr) == (0, b"") and output.count(f"\n{talker}> ") == 2 and output.endswith("you> \n")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert output.count(f"\n{talker}> ") == 2
+    assert output.endswith("you> \n")
 
 
 def test_a_template_that_refuses_the_dialogue_gives_a_one_line_error(tiny, tmp_path, monkeypatch, capsys):
@@ -199,5 +212,6 @@ def test_a_template_that_refuses_the_dialogue_gives_a_one_line_error(tiny, tmp_p
     folder = with_template(tiny, refusal + TEMPLATE, tmp_path / "strict")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"1\n")))
     assert evaluation.main(["chat", "--model", folder, "--system", "be"]) == 2
-    assert re.fullmatch(r"eval\.py: error: .*the chat template rejected the dialogue: no system; try it without --system\n",
+    assert re.fullmatch(r"eval\.py: error: .*the chat template rejected the dialogue: no system; "
+                        r"try it without --system\n",
                         capsys.readouterr().err)

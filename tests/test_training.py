@@ -28,7 +28,8 @@ def batch_of_doubles(loss: str, prompts: int) -> Batch:
 @pytest.mark.parametrize("loss, perception, prompts", [
     ("dpo", "clip", 1), ("dpo", "sample", 4), ("kto", "none", 1), ("kto", "sample", 4), ("grpo", "clip", 4),
     ("grpo", "sample", 1)])
-def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(tiny, loss, perception, prompts):
+def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(
+        tiny, loss, perception, prompts):
     kl_beta = 0.1 if loss == "grpo" else 0.0
     policy, _, config = policy_of(tiny, loss=loss, perception=perception, kl_beta=kl_beta)
     policy.double()
@@ -40,7 +41,8 @@ def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(ti
     config.shares_prompts = True
     counts, shared = [], []
     for config.microbatch_tokens in (1000, 55, 1):
-        assert torch.allclose(gradient(policy, batch, config), whole, rtol=1e-6, atol=1e-6 * float(whole.abs().max()))
+        assert torch.allclose(gradient(policy, batch, config), whole, rtol=1e-6,
+                              atol=1e-6 * float(whole.abs().max()))
         again = humanline.forward_backward(policy, batch, config)
         assert again == pytest.approx(report, rel=1e-6, abs=1e-12)
         [cuts] = humanline.cut(batch.sequences, config)
@@ -83,7 +85,8 @@ def test_sampling_rejects_with_the_configured_gammas_betas_and_seed(tiny, loss):
     d = torch.cat([logps - sequence.ref_logps
                    for sequence, logps in zip(batch.sequences, logps_of(policy, batch.sequences))])
     generator = torch.Generator().manual_seed(humanline.seed_for(5, "reject", 3))
-    verdicts = humanline.humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), **betas, generator=generator)
+    verdicts = humanline.humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), **betas,
+                                            generator=generator)
     report = humanline.forward_backward(policy, batch, config)
     for name, verdict in (("clamped_low", -1), ("unclamped", 0), ("clamped_high", 1)):
         assert 0 < report[name] == pytest.approx((verdicts == verdict).double().mean().item()), name
@@ -92,7 +95,8 @@ def test_sampling_rejects_with_the_configured_gammas_betas_and_seed(tiny, loss):
 def test_a_batch_of_one_kind_and_an_empty_batch_can_be_trained_on(tiny):
     policy, _, config = policy_of(tiny, loss="kto", perception="clip")
     batch = random_batch("kto")
-    batch.sequences, batch.mismatched = [sequence for sequence in batch.sequences if not sequence.is_chosen], []
+    batch.sequences = [sequence for sequence in batch.sequences if not sequence.is_chosen]
+    batch.mismatched = []
     assert 0 < humanline.forward_backward(policy, batch, config)["loss"] < 1
     for perception in ("clip", "sample"):
         empty = Config(loss="dpo", perception=perception)
@@ -122,7 +126,8 @@ def test_the_margin_is_that_of_implicit_rewards_and_ess_that_of_the_importance_w
         sequence.sampler_logps = logps - math.log(weights[-1]) / len(logps)
     report = humanline.forward_backward(policy, batch, config)
     assert report["reward_margin"] == pytest.approx(fmean(rewards[True]) - fmean(rewards[False]), rel=1e-4)
-    assert report["ess"] == pytest.approx(fmean(weights) ** 2 / fmean(weight**2 for weight in weights), rel=1e-4)
+    assert report["ess"] == pytest.approx(fmean(weights) ** 2 / fmean(weight**2 for weight in weights),
+                                          rel=1e-4)
 
 
 def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
@@ -154,7 +159,8 @@ def test_a_sync_looks_ahead_only_to_the_next_sync(run, monkeypatch, flags):
 
 
 RESUMED = [
-    ("--loss dpo --sync-k 4 --perception sample", 2), ("--loss kto --no-humanline", 3), ("--sync-k 3 --taper", 5),
+    ("--loss dpo --sync-k 4 --perception sample", 2), ("--loss kto --no-humanline", 3),
+    ("--sync-k 3 --taper", 5),
     ("--loss kto --sync-k 6 --log-eps-p -0.02", 3),  # whose z0 is not 0
     ("--loss grpo --sample-every 4 --sync-k 3", 5), ("--loss dpo --sample-every 1 --sync-k 3", 2),
     ("--loss kto --sample-every 3 --no-humanline", 5), ("--loss dpo --sample-every 3 --sync-k 7", 2),
