@@ -1497,8 +1497,8 @@ class Batch:
     no_difference: float | None = None  # share of these groups whose rewards are all equal
 
 class Batches:
-    """The batches of a run, in order. Offline they are a function of --seed and the step; online they are made
-    from rollouts. `pending` holds batches that were made but not yet trained on."""
+    """The batches of a run, in order. Offline they are a function of --seed and the step; online they are
+    made from rollouts. `pending` holds batches that were made but not yet trained on."""
 
     def __init__(self, config: Config, groups: list[Group], max_positions: int):
         self.config = config

@@ -61,9 +61,10 @@ def tiny(tmp_path_factory) -> str:
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, initializer_range=0.2))
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, initializer_range=0.2))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -72,13 +73,15 @@ def tiny(tmp_path_factory) -> str:
 def rows_of(kind: str, count: int = 24) -> list[dict]:
     """Rows of one kind, with prompts and completions of various lengths."""
     chance = random.Random(count)
-    characters = lambda low, high: (chance.choice("abcdefgh 0123456789") for _ in range(chance.randint(low, high)))
+    characters = lambda low, high: (chance.choice("abcdefgh 0123456789")
+                                    for _ in range(chance.randint(low, high)))
     word = lambda low, high: "".join(characters(low, high)).strip() or "x"
     make = {
         "prompts": lambda i: dict(prompt=f"{i} {word(1, 12)}", answer=word(1, 3)),
         "pairs": lambda i: dict(prompt=f"{i} {word(1, 12)}", chosen=word(1, 9), rejected=word(1, 9)),
         "labels": lambda i: dict(prompt=f"{i} {word(1, 12)}", completion=word(1, 9), label=i % 3 == 0),
-        "groups": lambda i: dict(prompt=f"{i} {word(1, 12)}", answer="x", completions=[word(1, 9) for _ in range(4)],
+        "groups": lambda i: dict(prompt=f"{i} {word(1, 12)}", answer="x",
+                                 completions=[word(1, 9) for _ in range(4)],
                                  scores=[float(j == i % 4) for j in range(4)]),
     }[kind]
     return [make(i) for i in range(count)]
@@ -137,11 +140,12 @@ def run(tiny, data_files, tmp_path, varied):
     """run("--loss dpo ...", data="pairs") trains in this process and returns the run's folder."""
     count = 0
 
-    def train(more: str, data: str = "groups", out: str | None = None, flags: list[str] | None = None) -> Path:
+    def train(more: str, data: str = "groups", out: str | None = None,
+              flags: list[str] | None = None) -> Path:
         nonlocal count
         count += 1
-        defaults = (f"--model {tiny} --data {data_files[data]} --steps 6 --batch-size 4 --lr 1e-2 --max-new-tokens 4 "
-                    "--group-size 4")
+        defaults = (f"--model {tiny} --data {data_files[data]} --steps 6 --batch-size 4 --lr 1e-2 "
+                    "--max-new-tokens 4 --group-size 4")
         if "--sample-every" in more and "--reward " not in more:
             defaults += f" --reward {varied}"
         out = out or str(tmp_path / f"run{count}")

@@ -1,15 +1,18 @@
-"""On which GPUs does a config fit, and how much work is it? A dry run on a CPU, without weights, data or a network.
+"""On which GPUs does a config fit, and how much work is it? A dry run on a CPU, without weights, data
+or a network.
 
   python tests/fits.py                                         # every file of configs/
   python tests/fits.py configs/llama3-8b-dpo-humanline.toml    # one of them: about a minute
   python tests/fits.py configs/llama3-8b-dpo-humanline.toml --dtype mixed --microbatch-tokens 4096
   python tests/fits.py --store                                 # also write claims/results/fits.jsonl
   python tests/fits.py --table configs/llama3-8b-*.toml        # rows of a Markdown table, from that file
-  python tests/fits.py --measure configs/smollm2-135m-grpo-online.toml --max-new-tokens 448 --microbatch-tokens 1024
+  python tests/fits.py --measure configs/smollm2-135m-grpo-online.toml --max-new-tokens 448 \\
+                               --microbatch-tokens 1024
 
-Other flags are those of humanline.py and apply to every config. The model has its full size, but its tensors are fake:
-they have a shape and no contents. The first of 1, 2, 4 or 8 ranks, with --shard if there are several, takes two steps
-of humanline.py on the longest sequences that the config allows. Without --shard every rank needs as much as one does.
+Other flags are those of humanline.py and apply to every config. The model has its full size, but its tensors
+are fake: they have a shape and no contents. The first of 1, 2, 4 or 8 ranks, with --shard if there are
+several, takes two steps of humanline.py on the longest sequences that the config allows. Without --shard
+every rank needs as much as one does.
 
 Columns, in GiB per rank at the peak of the second step:
 
@@ -21,17 +24,18 @@ Columns, in GiB per rank at the peak of the second step:
   temporaries   other tensors allocated in the backward pass, such as recomputed activations
   reward        weights of the reward model of configs/model_reward.py, which runs on the same GPU
   training      the sum of these
-  drawing       by arithmetic: weights, moments, reward, the key-value cache for --sample-tokens, and a copy of all
-                parameters if they are gathered from several ranks or cast by autocast
+  drawing       by arithmetic: weights, moments, reward, the key-value cache for --sample-tokens, and a
+                copy of all parameters if they are gathered from several ranks or cast by autocast
 
-A config fits if the larger of training and drawing is at most 85 % of the GPU; above that it is tight. The margin is
-for what is not counted: the CUDA context, fragmentation in the allocator, workspaces of kernels and NCCL, and
-activations of `generate` and the reward model. Sequences of other lengths may fill --microbatch-tokens better, by less
-than one sequence. torch.compile, on by default on a GPU, needs less memory than the eager layers that are counted here.
+A config fits if the larger of training and drawing is at most 85 % of the GPU; above that it is tight. The
+margin is for what is not counted: the CUDA context, fragmentation in the allocator, workspaces of kernels and
+NCCL, and activations of `generate` and the reward model. Sequences of other lengths may fill
+--microbatch-tokens better, by less than one sequence. torch.compile, on by default on a GPU, needs less
+memory than the eager layers that are counted here.
 
---measure also takes the steps with real tensors, in a new process, and prints the error of the dry run. On a GPU the
-measured number is torch's peak; on a CPU (Linux only) it is the growth of the process, with an allocator that returns
-freed memory at once. The default allocator of glibc returns less.
+--measure also takes the steps with real tensors, in a new process, and prints the error of the dry run. On a
+GPU the measured number is torch's peak; on a CPU (Linux only) it is the growth of the process, with an
+allocator that returns freed memory at once. The default allocator of glibc returns less.
 """
 
 import ast
@@ -68,14 +72,16 @@ sys.path.insert(0, str(ROOT))
 import humanline
 from humanline import LOSSES, Batch, Config, Sequence, UserError, require
 
-# The sizes of the configs' models, from their config.json. Other models: a folder, or a name if the hub can be reached.
+# The sizes of the configs' models, from their config.json. Other models: a folder, or a name if the hub can
+# be reached.
 MODELS = {
     "meta-llama/Meta-Llama-3-8B-Instruct": dict(
-        model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8),
+        model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336,
+        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8),
     "google/gemma-2-27b-it": dict(
-        model_type="gemma2", vocab_size=256000, hidden_size=4608, intermediate_size=36864, num_hidden_layers=46,
-        num_attention_heads=32, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=144),
+        model_type="gemma2", vocab_size=256000, hidden_size=4608, intermediate_size=36864,
+        num_hidden_layers=46, num_attention_heads=32, num_key_value_heads=16, head_dim=128,
+        query_pre_attn_scalar=144),
     "Qwen/Qwen2.5-1.5B-Instruct": dict(
         model_type="qwen2", vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
         num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True),
@@ -109,8 +115,8 @@ class Storage:
 class Memory(TorchDispatchMode):
     """Tracks the storages of all live tensors by kind, and their sizes at the peak.
 
-    Under a FakeTensorMode integers and booleans stay real, because token ids, labels and masks determine the sizes of
-    other tensors. Where the program asks for the value of a fake tensor, it is 1, or True."""
+    Under a FakeTensorMode integers and booleans stay real, because token ids, labels and masks determine the
+    sizes of other tensors. Where the program asks for the value of a fake tensor, it is 1, or True."""
 
     def __init__(self, fake_mode: FakeTensorMode | None):
         super().__init__()
@@ -165,7 +171,7 @@ class Memory(TorchDispatchMode):
 
     @contextlib.contextmanager
     def follow_fsdp(self):
-        """FSDP frees and refills gathered parameters by resizing their storages, which no tensor operation shows."""
+        """FSDP frees and refills gathered parameters by resizing their storages, which no operation shows."""
         resize = torch.UntypedStorage.resize_
 
         def resize_gathered(storage, size):
@@ -226,7 +232,8 @@ def first_of(ranks: int):
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        with mock.patch.object(humanline, "WORLD_SIZE", ranks), mock.patch.object(dist, "all_gather_object", gather):
+        with (mock.patch.object(humanline, "WORLD_SIZE", ranks),
+              mock.patch.object(dist, "all_gather_object", gather)):
             yield
     finally:
         dist.destroy_process_group()
@@ -251,7 +258,7 @@ def load(file: str, flags: list[str], ranks: int = 1) -> tuple[Module, Config]:
     return policy, config
 
 def longest(config: Config) -> tuple[int, int, int, int]:
-    """Lengths of the longest prompt and completion, sequences per prompt in a batch, and sequences per step."""
+    """Lengths of the longest prompt and completion, sequences per prompt in a batch, sequences per step."""
     prompt = config.max_prompt_length or PROMPT
     completion = config.max_new_tokens
     if config.max_length:
@@ -269,7 +276,7 @@ def longest(config: Config) -> tuple[int, int, int, int]:
     return prompt, completion, per_prompt, per_step
 
 def longest_batch(config: Config, step: int, ranks: int) -> Batch:
-    """Sequences for a microbatch per rank in the first step and for three in the second, if a step has as many."""
+    """Sequences for a microbatch per rank in the first step, and for three in the second if possible."""
     prompt, completion, per_prompt, per_step = longest(config)
     count = math.ceil(config.microbatch_tokens / (prompt + completion)) * ranks * (1 if step == 1 else 3)
     count = min(count + count % 2, per_step)
@@ -362,18 +369,20 @@ def verdict(gib: dict, size: int) -> str:
 
 def smallest(result: dict) -> list[tuple[int, int, float]]:
     """Where a config fits, fewest GPUs first: their number, size and the GiB that it takes on each."""
-    found = []
+    smallest_machines = []
     fewest = math.inf
     for size in GPUS:
         for ranks, gib in result["gib"].items():
-            if verdict(gib, size) == "fits" and int(ranks) < fewest:  # larger GPUs only where fewer are enough
+            # larger GPUs only where fewer are enough
+            if verdict(gib, size) == "fits" and int(ranks) < fewest:
                 fewest = int(ranks)
-                found.insert(0, (fewest, size, peak(gib)))
-    return found
+                smallest_machines.insert(0, (fewest, size, peak(gib)))
+    return smallest_machines
 
 def machines(result: dict) -> str:
     """The same in words: "one GPU of 80 GB (67 GiB of 80) or two GPUs of 24 GB (19 GiB of 24)"."""
-    names = [f"{RANKS[ranks]} of {size} GB ({used:.0f} GiB of {size})" for ranks, size, used in smallest(result)]
+    names = [f"{RANKS[ranks]} of {size} GB ({used:.0f} GiB of {size})"
+             for ranks, size, used in smallest(result)]
     return " or ".join(names) or "more than eight GPUs of 141 GB"
 
 def show(file: str, flags: list[str], result: dict) -> None:
@@ -388,12 +397,13 @@ def show(file: str, flags: list[str], result: dict) -> None:
     trained = result["gib"]["1"]["moments"] / 2
     is_put_aside = config.sample_every > 0 and config.needs_reference
     aside = f"{trained:.1f} GiB of host memory" if is_put_aside else "no memory"
-    print(f"{result['parameters'] / 1e9:.2f} B parameters. A reference put aside takes {aside}; a checkpoint takes "
+    print(f"{result['parameters'] / 1e9:.2f} B parameters. A reference put aside takes {aside}; "
+          "a checkpoint takes "
           f"{(3 + is_put_aside) * trained:.1f} GiB on disk, and in host memory while it is written.")
     print(*work(config, result["parameters"]), "", sep="\n", flush=True)
 
 def flops_factor(config: Config) -> int:
-    """FLOPs per parameter and token: 6 for training (4 with frozen weights), and 2 for each further forward pass."""
+    """FLOPs per parameter and token: 6 for training (4 with frozen weights), 2 per other forward pass."""
     passes = config.needs_reference + (config.ratio_to_old and config.sample_every > 1)
     if LOSSES[config.loss].needs_mismatched and passes:  # for z0, the same passes and one of the policy
         passes = 2 * passes + 1
@@ -410,7 +420,8 @@ def work(config: Config, parameters: int) -> list[str]:
     factor = flops_factor(config)
     hours = factor * per_factor / (0.4 * H100) / 3600
     lines = [f"{steps:,} steps, at most {prompts:,} prompts, {sequences:,} sequences of at most {prompt} + "
-             f"{completion} tokens: {sequences * completion:,} tokens to train on. {factor} x parameters x tokens = "
+             f"{completion} tokens: {sequences * completion:,} tokens to train on. "
+             f"{factor} x parameters x tokens = "
              f"{factor * per_factor:.2g} FLOPs, {hours:.2g} hours at 40 % of an H100's bf16 rate."]
     if config.sample_every:
         drawing = 2 * parameters * drawn * (prompt + completion)
@@ -420,7 +431,8 @@ def work(config: Config, parameters: int) -> list[str]:
         share = 1 - online / (6 * factor)  # Amdahl
         seconds = (6 * factor - online) * per_factor / (0.4 * H100)
         rate = drawn * completion / seconds
-        lines += ["Even if its own drawing cost nothing, it is 6 times faster than drawing at every step only where that "
+        lines += ["Even if its own drawing cost nothing, it is 6 times faster than drawing at every step "
+                  "only where that "
                   f"takes {share:.1%} of a step: {rate:,.0f} tokens/s on an H100, or fewer."]
     return lines
 
@@ -461,7 +473,7 @@ def main(argv: list[str]) -> int:
     files = [word for word in argv if word.endswith(".toml")]
     own = {"--measure", "--real", "--store", "--table"} & set(argv)
     flags = [word for word in argv if word not in {*own, *files}]
-    known = {}  # by the settings that change memory
+    estimates = {}  # by the settings that change memory
     try:
         for file in files or sorted(map(str, (ROOT / "configs").glob("*.toml"))):
             name = dict(config=Path(file).stem, flags=" ".join(flags))
@@ -477,9 +489,9 @@ def main(argv: list[str]) -> int:
             else:
                 settings = memory_settings(read(file, flags))
                 key = json.dumps(settings)
-                if key not in known:
-                    known[key] = gib_by_ranks(file, flags)
-                parameters, gib = known[key]
+                if key not in estimates:
+                    estimates[key] = gib_by_ranks(file, flags)
+                parameters, gib = estimates[key]
                 result = name | dict(settings=settings, parameters=parameters, gib=gib)
                 show(file, flags, result)
             if "--store" in own:

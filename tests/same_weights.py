@@ -127,9 +127,9 @@ def make_dialogues(path: Path) -> None:
     """Write rows in the format of HH-RLHF: two full transcripts that differ in the last answer."""
     chance = random.Random(0)
     topics = ["bread", "a bicycle", "the moon", "chess", "taxes", "a violin", "volcanoes"]
-    asked = ["How do I look after {}?", "Tell me about {}.", "Why do people care about {}?"]
-    said = ["Start with something small.", "I would read a book about {} first.", "No.",
-            "It depends on your time.", "There is more to {} than most people think."]
+    questions = ["How do I look after {}?", "Tell me about {}.", "Why do people care about {}?"]
+    answers = ["Start with something small.", "I would read a book about {} first.", "No.",
+               "It depends on your time.", "There is more to {} than most people think."]
 
     def turn(role: str, sentences: list[str]) -> str:
         picked = chance.sample(sentences, chance.randint(1, len(sentences)))
@@ -137,9 +137,9 @@ def make_dialogues(path: Path) -> None:
 
     rows = []
     for i in range(40):
-        talk = "".join(turn("Human", asked) + turn("Assistant", said) for _ in range(i % 3))
-        talk += turn("Human", asked)
-        rows.append({kind: talk + turn("Assistant", said) for kind in ("chosen", "rejected")})
+        talk = "".join(turn("Human", questions) + turn("Assistant", answers) for _ in range(i % 3))
+        talk += turn("Human", questions)
+        rows.append({kind: talk + turn("Assistant", answers) for kind in ("chosen", "rejected")})
     write_jsonl(path, rows)
 
 
@@ -199,10 +199,10 @@ def compare_metrics(old: Path, new: Path, one_sided: set[str]) -> str:
     for old_line, new_line in zip(a, b):
         one_sided |= old_line.keys() ^ new_line.keys()
         for key in (old_line.keys() & new_line.keys()) - TIMES:
-            x, y = old_line[key], new_line[key]
-            largest[key] = max(largest.get(key, 0.0), abs(x), abs(y))
-            if x != y:
-                differences.append((key, old_line["step"], abs(x - y)))
+            old_value, new_value = old_line[key], new_line[key]
+            largest[key] = max(largest.get(key, 0.0), abs(old_value), abs(new_value))
+            if old_value != new_value:
+                differences.append((key, old_line["step"], abs(old_value - new_value)))
     if not differences:
         return "same"
     key, step, difference = max(differences, key=lambda entry: entry[2] / largest[entry[0]])

@@ -94,7 +94,8 @@ def patched(tmp_path: Path, *patches: tuple[str, str], more: str = ""):
         assert text.count(old) == 1 and new.count("\n") - old.count("\n") <= 5
         text = text.replace(old, new)
     path = tmp_path / "humanline.py"
-    path.write_text(text.replace("\n# ---------- Log-probs", f"{more}\n# ---------- Log-probs"), encoding="utf-8")
+    path.write_text(text.replace("\n# ---------- Log-probs", f"{more}\n# ---------- Log-probs"),
+                    encoding="utf-8")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     spec = importlib.util.spec_from_file_location(f"changed_{tmp_path.name}", path)
     module = importlib.util.module_from_spec(spec)
@@ -117,11 +118,12 @@ def test_a_loss_is_an_entry_of_the_table(tiny, monkeypatch):
         logps = humanline.log_probs(policy, [[sequence]])[0].detach()
         sums.append(float((logps - sequence.ref_logps).clamp(-1.5, 1.5).sum()))
     expected = [(chosen - rejected - 1) ** 2 for chosen, rejected in zip(sums[0::2], sums[1::2])]
-    assert humanline.forward_backward(policy, batch, config)["loss"] == pytest.approx(sum(expected) / 4, rel=1e-5)
+    report = humanline.forward_backward(policy, batch, config)
+    assert report["loss"] == pytest.approx(sum(expected) / 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_a_clip_whose_bounds_depend_on_is_chosen_is_one_place(tiny, tmp_path, loss):
+def test_a_clip_whose_bounds_depend_on_is_chosen_needs_one_edit(tiny, tmp_path, loss):
     changed = patched(tmp_path, SIGNED_CLIP)
     policy, _, config = policy_of(tiny, loss=loss)
     batch = random_batch(loss)
@@ -157,9 +159,10 @@ def test_the_mismatched_sequences_of_a_run_have_the_is_chosen_of_their_examples(
         assert [(sequence.prompt, sequence.is_chosen) for sequence in batch.mismatched] == chosen
 
 
-def test_it_is_right_on_two_ranks_sharded_and_on_a_rank_without_work(tiny, data_files, tmp_path):
+def test_that_clip_is_right_on_two_sharded_ranks_and_on_a_rank_without_work(tiny, data_files, tmp_path):
     changed = patched(tmp_path, SIGNED_CLIP)
-    common = f"--model {tiny} --data {data_files['groups']} --steps 3 --lr 1e-3 --microbatch-tokens 40".split()
+    common = (f"--model {tiny} --data {data_files['groups']} --steps 3 --lr 1e-3 "
+              "--microbatch-tokens 40").split()
     cases = [["--loss", "kto", "--batch-size", "5"], ["--loss", "dpo", "--batch-size", "1"]]
     runs = []
     for i, case in enumerate(cases):
@@ -177,20 +180,21 @@ def test_it_is_right_on_two_ranks_sharded_and_on_a_rank_without_work(tiny, data_
             agree(alone, folder)
             for a, b in zip(metrics(alone), metrics(folder), strict=True):
                 names = {"clamped_low", "clamped_high", "unclamped", "z0"} & a.keys()
-                assert {name: b[name] for name in names} == pytest.approx({name: a[name] for name in names}, abs=1e-5)
+                assert {name: b[name] for name in names} == pytest.approx(
+                    {name: a[name] for name in names}, abs=1e-5)
                 assert a["clamped_low"] + a["clamped_high"] + a["unclamped"] == pytest.approx(1)
 
 
-def test_a_sampler_of_ones_own_is_a_file(run, tmp_path):
+def test_a_custom_sampler_needs_one_file(run, tmp_path):
     path = tmp_path / "best.py"
     path.write_text(BEST_OF_TWO)
     folder = run(f"--sample-every 1 --steps 1 --batch-size 2 --sampler {path}:best_of_two")
     lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     [line] = metrics(folder)
-    assert len(lines) == 8 and line["sampler_gap"] < 1e-4  # what it said of log-probs is true
+    assert len(lines) == 8 and line["sampler_gap"] < 1e-4  # the log-probs that it reported are right
 
 
-def test_a_metric_is_a_line(tiny, tmp_path):
+def test_a_new_metric_needs_one_line(tiny, tmp_path):
     changed = patched(tmp_path, METRIC)
     policy, _, config = policy_of(tiny, loss="dpo")
     batch = random_batch("dpo")
@@ -203,31 +207,32 @@ def test_a_metric_is_a_line(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["--sync-k 1", "--no-humanline"])
-def test_a_kl_term_in_dpo_is_one_place_and_not_always_0_online(tiny, data_files, varied, tmp_path, mode):
+def test_a_kl_term_in_dpo_needs_one_edit_and_is_not_always_0_online(tiny, data_files, varied, tmp_path, mode):
     changed = patched(tmp_path, DPO_WITH_KL, DPO_SETTINGS)
-    found = []
+    runs = []
     for kl_beta in (0.0, 0.5):
         out = tmp_path / f"kl{kl_beta}"
-        flags = (f"--model {tiny} --data {data_files['groups']} --loss dpo --sample-every 1 --steps 3 --batch-size 4 "
-                 f"--lr 1e-2 --max-new-tokens 4 --group-size 4 --reward {varied} --kl-beta {kl_beta} {mode}")
+        flags = (f"--model {tiny} --data {data_files['groups']} --loss dpo --sample-every 1 --steps 3 "
+                 f"--batch-size 4 --lr 1e-2 --max-new-tokens 4 --group-size 4 --reward {varied} "
+                 f"--kl-beta {kl_beta} {mode}")
         changed.train(changed.parse_config([*flags.split(), "--out", str(out)]))
-        found.append(metrics(out))
-    without, with_kl = found
+        runs.append(metrics(out))
+    without, with_kl = runs
     assert with_kl[0]["kl"] == 0 < min(line["kl"] for line in with_kl[1:])
     assert with_kl[1]["grad_norm"] != without[1]["grad_norm"]
 
 
-def test_a_clip_that_anneals_is_one_place(tiny, tmp_path):
+def test_a_clip_that_anneals_needs_one_edit(tiny, tmp_path):
     changed = patched(tmp_path, ANNEALED_CLIP)
     policy, _, config = policy_of(tiny, loss="kto")
     batch = random_batch("kto")
-    found = {}
+    reports = {}
     for step in (1, 3):
         batch.step = step
         fixed = humanline.Config(model=tiny, loss="kto", log_eps_r=1.5 / step)
-        found[step] = changed.forward_backward(policy, batch, config)
-        assert found[step] == humanline.forward_backward(policy, batch, fixed)
-    assert found[3]["clamped_high"] > found[1]["clamped_high"]
+        reports[step] = changed.forward_backward(policy, batch, config)
+        assert reports[step] == humanline.forward_backward(policy, batch, fixed)
+    assert reports[3]["clamped_high"] > reports[1]["clamped_high"]
 
 
 # A loss says in its entry what it needs.
@@ -259,15 +264,17 @@ def test_a_loss_can_use_log_probs_beside_the_log_ratio(tiny, monkeypatch):
     batch = random_batch("dpo")
     both, alone = (humanline.forward_backward(policy, batch, humanline.Config(model=tiny, loss=loss))["loss"]
                    for loss in ("dpo-nll", "dpo"))
-    nll = -sum(humanline.log_probs(policy, [[sequence]]).sum().item() for sequence in batch.sequences[0::2]) / 4
+    nll = -sum(humanline.log_probs(policy, [[sequence]]).sum().item()
+               for sequence in batch.sequences[0::2]) / 4
     assert both - alone == pytest.approx(nll, rel=1e-5)
 
 
-def test_d_is_to_the_reference_and_log_ratio_to_the_old_policy(run, monkeypatch):
+def test_d_is_relative_to_the_reference_and_log_ratio_to_the_old_policy(run, monkeypatch):
     seen = []
 
     def compute(x, config):
-        seen.append((x.logps - x.ref_logps - x.d).abs().max() + (x.logps - x.old_logps - x.log_ratio).abs().max())
+        seen.append((x.logps - x.ref_logps - x.d).abs().max()
+                    + (x.logps - x.old_logps - x.log_ratio).abs().max())
         assert not torch.equal(x.ref_logps, x.old_logps) or x.step <= 2
         return LOSSES["grpo"].compute(x, config)
 
@@ -278,13 +285,14 @@ def test_d_is_to_the_reference_and_log_ratio_to_the_old_policy(run, monkeypatch)
 
 def test_a_loss_can_learn_from_groups_without_a_difference(run, tmp_path, monkeypatch):
     (tmp_path / "same.py").write_text("def same(prompts, completions, rows):\n    return [1.0] * len(rows)\n")
-    nll = Loss(lambda x, config: -x.logps, lambda group: [group.sequences], "group", needs_reference=False, needs_all=True)
+    nll = Loss(lambda x, config: -x.logps, lambda group: [group.sequences], "group", needs_reference=False,
+               needs_all=True)
     monkeypatch.setitem(LOSSES, "nll", nll)
     lines = metrics(run(f"--loss nll --sample-every 1 --reward {tmp_path}/same.py:same"))
     assert all(line["no_difference"] == 1 and line["grad_norm"] > 0 for line in lines)
 
 
-def test_a_loss_of_ones_own_runs_on_the_demo_wherever_its_entry_stands(monkeypatch):
+def test_a_custom_loss_runs_on_the_demo_wherever_its_entry_is(monkeypatch):
     own = {name: Loss(simpo, LOSSES[like].make_units, LOSSES[like].unit, needs_reference=False)
            for name, like in (("a-pair", "dpo"), ("a-group", "grpo"))}
     monkeypatch.setattr(humanline, "LOSSES", own | LOSSES)
@@ -296,7 +304,7 @@ def test_a_loss_of_ones_own_runs_on_the_demo_wherever_its_entry_stands(monkeypat
 
 # The reference and the schedule.
 
-def test_the_ratio_of_whole_sequences_is_perceived_as_a_whole(tiny, tmp_path):
+def test_a_ratio_of_whole_sequences_is_clipped_per_sequence(tiny, tmp_path):
     changed = patched(tmp_path, GSPO)
     policy, _, config = policy_of(tiny, log_eps_p=-0.2, log_eps_r=0.3)
     batch = random_batch("grpo")
@@ -312,15 +320,18 @@ def test_the_ratio_of_whole_sequences_is_perceived_as_a_whole(tiny, tmp_path):
 
 @pytest.mark.parametrize("more", ["", "--sample-every 3"])
 @pytest.mark.parametrize("rule", ["ema", "drift"])
-def test_a_reference_can_follow_the_policy_by_another_rule(tiny, data_files, varied, tmp_path, monkeypatch, rule, more):
+def test_the_reference_can_follow_the_policy_by_another_rule(tiny, data_files, varied, tmp_path, monkeypatch,
+                                                             rule, more):
     patches = [OWN_REFERENCE] + [SYNC_BY_DRIFT] * (rule == "drift")
-    changed = patched(tmp_path, *patches, more=EMA if rule == "ema" else "class OwnReference(Reference): pass\n")
+    changed = patched(tmp_path, *patches,
+                      more=EMA if rule == "ema" else "class OwnReference(Reference): pass\n")
     forward_backward, syncs, gaps = changed.forward_backward, [], []
 
     def watched(policy, batch, config):
         nonlocal expected
         expected = expected or copy.deepcopy(policy)  # the reference as it should be
-        for sequence, logps in zip(batch.sequences, humanline.sequence_logps(expected, batch.sequences, config)):
+        for sequence, logps in zip(batch.sequences,
+                                   humanline.sequence_logps(expected, batch.sequences, config)):
             if not sequence.is_idle:
                 gaps.append((sequence.ref_logps - logps).abs().max().item())
         report = forward_backward(policy, batch, config)
@@ -332,14 +343,15 @@ def test_a_reference_can_follow_the_policy_by_another_rule(tiny, data_files, var
 
     expected = None
     monkeypatch.setattr(changed, "forward_backward", watched)
-    flags = (f"--model {tiny} --data {data_files['groups']} --steps 8 --batch-size 4 --lr 1e-2 --max-new-tokens 4 "
-             f"--group-size 4 --sync-k 1 --reward {varied} --out {tmp_path}/out {more}")
+    flags = (f"--model {tiny} --data {data_files['groups']} --steps 8 --batch-size 4 --lr 1e-2 "
+             f"--max-new-tokens 4 --group-size 4 --sync-k 1 --reward {varied} --out {tmp_path}/out {more}")
     changed.train(changed.parse_config(flags.split()))
     assert len(gaps) > 20 and max(gaps) < 1e-4 and (rule == "ema" or set(syncs) == {0, 1})
 
 
 @pytest.mark.parametrize("flags", ["--loss kto --sync-k 3", "--loss dpo --sync-k 2 --sample-every 3",
-                                   "--sync-k 3 --sample-every 4", "--no-humanline --sample-every 3 --kl-beta 0.1"])
+                                   "--sync-k 3 --sample-every 4",
+                                   "--no-humanline --sample-every 3 --kl-beta 0.1"])
 def test_lookahead_changes_no_weight(run, monkeypatch, flags):
     ahead = run(flags)
     monkeypatch.setattr(humanline.Reference.__init__, "__defaults__", (False,))
@@ -347,9 +359,10 @@ def test_lookahead_changes_no_weight(run, monkeypatch, flags):
     assert same_weights(ahead, plain)
 
 
-def test_a_schedule_is_one_place_and_a_resume_keeps_it(tiny, data_files, tmp_path):
+def test_a_schedule_needs_one_edit_and_a_resumed_run_keeps_it(tiny, data_files, tmp_path):
     changed = patched(tmp_path, COSINE)
-    flags = f"--model {tiny} --data {data_files['groups']} --steps 6 --batch-size 4 --save-every 3 --out {tmp_path}/out"
+    flags = (f"--model {tiny} --data {data_files['groups']} --steps 6 --batch-size 4 --save-every 3 "
+             f"--out {tmp_path}/out")
     changed.train(changed.parse_config(flags.split()))
     whole = [line["lr"] for line in metrics(tmp_path / "out")]
     shutil.rmtree(tmp_path / "out" / "final")

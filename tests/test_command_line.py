@@ -36,16 +36,17 @@ def short_run(tiny: str, data: str, more: str = "") -> list[str]:
     ("--loss dpo --no-humanline --rpo-alpha 0", "DPO, plain"),
     ("--model x --data y --loss dpo --perception none", "DPO, humanline's sync alone"),
     ("--model x --data y --loss kto --sync-k 0", "KTO, humanline's perception alone")])
-def test_a_run_is_called_what_it_is(flags, words):
+def test_a_run_is_named_after_its_method(flags, words):
     assert humanline.in_words(parse(flags)) == words
 
 
-def test_the_settings_of_the_demo_are_the_demos_alone():
+def test_the_settings_of_the_demo_apply_to_the_demo_only():
     other = parse("--model some/model --data some/data")
-    assert (other.lr, other.steps, other.eval_data, other.sync_k, other.save_every) == (1e-6, None, None, 1, 64)
+    settings = (other.lr, other.steps, other.eval_data, other.sync_k, other.save_every)
+    assert settings == (1e-6, None, None, 24, 64)
 
 
-def test_a_tilde_in_out_is_the_home_folder(run, monkeypatch, tmp_path):
+def test_a_tilde_in_out_means_the_home_folder(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     run("--steps 1", out="~/mine")
@@ -55,7 +56,8 @@ def test_a_tilde_in_out_is_the_home_folder(run, monkeypatch, tmp_path):
 @pytest.mark.parametrize("form", ["--config {}", "--config={}"])
 def test_a_config_file_sets_defaults_and_flags_override_it(tmp_path, form):
     path = tmp_path / "run.toml"
-    path.write_text('\ufeffloss = "dpo"\nsync-k = 12\nhumanline = false\nlr = 1e-5\ndata = ["a.jsonl", "b.jsonl"]\n')
+    path.write_text('\ufeffloss = "dpo"\nsync-k = 12\nhumanline = false\nlr = 1e-5\n'
+                    'data = ["a.jsonl", "b.jsonl"]\n')
     config = parse(form.format(path) + " --lr 3e-5 --humanline")
     assert (config.loss, config.sync_k, config.humanline, config.lr) == ("dpo", 12, True, 3e-5)
     assert config.data == ("a.jsonl", "b.jsonl")
@@ -83,9 +85,11 @@ def test_every_setting_survives_the_runs_config_file(tmp_path, loss):
     assert dataclasses.replace(parse(f"--config {tmp_path}/config.toml"), config=None) == config
 
 
-def test_the_runs_config_file_holds_what_was_set_so_that_another_loss_has_its_own_defaults(tmp_path):
+def test_the_config_file_of_a_run_holds_only_what_was_set_so_that_another_loss_gets_its_own_defaults(
+        tmp_path):
     (tmp_path / "config.toml").write_text(humanline.to_toml(parse("--model m --data d --lr 3e-4")))
-    assert (tmp_path / "config.toml").read_text().splitlines()[1:] == ['model = "m"', 'data = ["d"]', "lr = 0.0003"]
+    lines = (tmp_path / "config.toml").read_text().splitlines()
+    assert lines[1:] == ['model = "m"', 'data = ["d"]', "lr = 0.0003"]
     assert parse(f"--config {tmp_path}/config.toml --loss kto").batch_size == 64
 
 
@@ -97,7 +101,8 @@ def test_every_flag_has_a_help_text():
         below = rf"\n    {field.name}: [^\n#]*\n    \"\"\"(?P<below>[^\"]*)\"\"\"\n"
         stands = re.search(rf"{beside}|{below}", source)
         assert stands, f"{field.name} has no help beside or under it"
-        words = (stands["beside"] or stands["below"]).replace("\\\\", "\\")  # the source's \\\\ is a \\ to read
+        # the source's \\\\ is a \\ to read
+        words = (stands["beside"] or stands["below"]).replace("\\\\", "\\")
         assert re.sub(r"\s", "", words) in squeezed, f"the help of {field.name} is not shown"
 
 
@@ -114,12 +119,13 @@ def test_a_run_calls_its_reference_by_the_right_name(run, capsys, flags, anchor)
 # What a run leaves behind.
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
-def test_a_run_leaves_its_settings_its_metrics_and_a_model(run, loss):
+def test_a_run_writes_its_settings_its_metrics_and_a_model(run, loss):
     folder = run(f"--loss {loss} --steps 4")
     assert {"config.toml", "metrics.jsonl", "final"} == {path.name for path in folder.iterdir()}
     lines = metrics(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    keys = {"loss", "lr", "grad_norm", "tokens", "step_seconds", "sample_seconds", "reward", "kl", "unclamped", "drift"}
+    keys = {"loss", "lr", "grad_norm", "tokens", "step_seconds", "sample_seconds", "reward", "kl",
+            "unclamped", "drift"}
     keys |= {"reward_chosen", "reward_rejected"} if loss != "grpo" else set()
     assert all(keys <= line.keys() for line in lines)
 
@@ -151,10 +157,13 @@ BAD_FLAGS = [
     ("--model no-such-folder", r"--model no-such-folder: .*; pass a Hugging Face model or a folder"),
     ("--no-humanline --sync-k 7", r"--sync-k: --no-humanline turns it off"),
     ("--out /dev/null/x", r"--out /dev/null/x: .*; choose another folder"),
-    ("--template-values {enable_thinking:false}", r"--template-values: .*; pass JSON, such as '\{\"enable_thi"),
+    ("--template-values {enable_thinking:false}",
+     r"--template-values: .*; pass JSON, such as '\{\"enable_thi"),
     ("--template-values [1]", r"--template-values: .*; pass JSON"),
-    ("--sample-every 1 --max-new-tokens 64", r"no row is short enough: .* 64 \(the model has 64\); .* --max-new-tokens"),
-    ("--max-length 30 --max-prompt-length 3", r"may have 3 tokens, and with its completion 30 \(the model has 64"),
+    ("--sample-every 1 --max-new-tokens 64",
+     r"no row is short enough: .* 64 \(the model has 64\); .* --max-new-tokens"),
+    ("--max-length 30 --max-prompt-length 3",
+     r"may have 3 tokens, and with its completion 30 \(the model has 64"),
     ("--shard", r"--shard needs several ranks; use torchrun"),
     ("--data x --data y", r"--data appears twice; write --data FIRST SECOND"),
     ("--data=x --data=y", r"--data appears twice; write --data FIRST SECOND"),
@@ -176,14 +185,16 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
     ("grpo", [{"prompt": "a", "completion": "b", "label": True}],
      r"labelled completions do not form pairs or groups; use --loss kto"),
     ("kto", [{"prompt": "a", "completion": "b", "label": "yes"}], r"row 1: a score or label is 'yes'"),
-    ("grpo", [GROUP, dict(GROUP, scores=[1, "high"])], r"row 2: a score or label is 'high'; it must be a finite number"),
+    ("grpo", [GROUP, dict(GROUP, scores=[1, "high"])],
+     r"row 2: a score or label is 'high'; it must be a finite number"),
     ("kto", [dict(prompt="a", completion="b", reward=1, tokens=[5, -3], logps=[-1, -1])],
      r"row 1: 'tokens' and 'logps' must be token ids and as many log-probs"),
     ("grpo", [GROUP, dict(GROUP, scores=[1, 0, 1])], r"row 2: 2 completions have 3 scores"),
     ("grpo", [dict(GROUP, scores=[1, float("nan")])], r"row 1: a score or label is nan"),
     ("grpo", [dict(GROUP, prompt=[dict(role="user", content=["a"])])],
      r"row 1: the content of a message is \['a'\]; it must be a string"),
-    ("grpo", [{"prompt": "a", "answer": "b"}], r"some prompts have no completions or labels; sample completions with --sample-every 1"),
+    ("grpo", [{"prompt": "a", "answer": "b"}],
+     r"some prompts have no completions or labels; sample completions with --sample-every 1"),
     ("grpo --sample-every 1", [{"prompt": "a"}], r"row 1: no answer; --reward exact"),
     ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is short enough: a prompt may have 64 tokens"),
     ("dpo", [], r"no rows"),
@@ -202,7 +213,7 @@ def complaint(flags: list[str], tmp_path, capsys) -> str:
 
 
 @pytest.mark.parametrize("flags, expected", BAD_FLAGS, ids=[flags for flags, _ in BAD_FLAGS])
-def test_a_bad_flag_is_one_line(tiny, data_files, tmp_path, capsys, monkeypatch, flags, expected):
+def test_a_bad_flag_gives_a_one_line_error(tiny, data_files, tmp_path, capsys, monkeypatch, flags, expected):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     start = [] if "--model" in flags else ["--model", tiny]
@@ -212,13 +223,13 @@ def test_a_bad_flag_is_one_line(tiny, data_files, tmp_path, capsys, monkeypatch,
 
 
 @pytest.mark.parametrize("text, expected", BAD_CONFIGS, ids=[text.strip() for text, _ in BAD_CONFIGS])
-def test_a_bad_config_file_is_one_line(tmp_path, capsys, text, expected):
+def test_a_bad_config_file_gives_a_one_line_error(tmp_path, capsys, text, expected):
     (tmp_path / "bad.toml").write_text(text)
     assert re.search(expected, complaint(["--config", str(tmp_path / "bad.toml")], tmp_path, capsys))
 
 
 @pytest.mark.parametrize("loss, rows, expected", BAD_ROWS, ids=[expected[:40] for _, _, expected in BAD_ROWS])
-def test_a_bad_row_is_one_line_that_names_it(tiny, tmp_path, capsys, loss, rows, expected):
+def test_a_bad_row_gives_a_one_line_error_that_names_it(tiny, tmp_path, capsys, loss, rows, expected):
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     flags = f"--model {tiny} --data {path} --out {tmp_path / 'out'} --max-new-tokens 4 --loss {loss}".split()
     line = complaint(flags, tmp_path, capsys)
@@ -232,12 +243,13 @@ def test_a_bad_row_is_one_line_that_names_it(tiny, tmp_path, capsys, loss, rows,
     ("rows.parquet", b"prompt,answer\n", r"rows\.parquet: "),
     ("rows.txt", b"x", r"pass a \.jsonl, \.json, \.csv or \.parquet file"),
 ])
-def test_a_file_that_is_not_what_its_ending_says_is_one_line(tiny, tmp_path, capsys, name, content, expected):
+def test_a_file_whose_content_does_not_match_its_ending_gives_a_one_line_error(
+        tiny, tmp_path, capsys, name, content, expected):
     (tmp_path / name).write_bytes(content)
     assert re.search(expected, complaint(["--model", tiny, "--data", str(tmp_path / name)], tmp_path, capsys))
 
 
-def test_the_error_reaches_the_shell_as_one_line_and_status_2(tmp_path):
+def test_an_error_reaches_the_shell_as_one_line_and_exit_status_2(tmp_path):
     done = command("--sync-k", "-1", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "humanline.py: error: --sync-k is -1; it must be from 0 to 1e+12\n"
@@ -246,14 +258,14 @@ def test_the_error_reaches_the_shell_as_one_line_and_status_2(tmp_path):
 
 # The run's folder.
 
-def test_without_out_the_folder_has_the_losss_name_and_the_time(tiny, data_files, tmp_path, monkeypatch):
+def test_without_out_the_folder_is_named_after_the_loss_and_the_time(tiny, data_files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     humanline.train(parse(f"--model {tiny} --data {data_files['pairs']} --loss dpo --steps 1 --batch-size 4"))
     [folder] = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"dpo-\d{4}-\d{6}-\d+", folder.name) and (folder / "final").is_dir()
 
 
-def test_a_folder_that_holds_a_run_is_not_written_over(run, tiny, data_files, tmp_path, capsys):
+def test_a_folder_that_holds_a_run_is_not_overwritten(run, tiny, data_files, tmp_path, capsys):
     folder = run("--steps 2 --save-every 1")
     flags = ["--model", tiny, "--data", data_files["groups"], "--out", str(folder)]
     assert "holds a finished run" in complaint(flags, tmp_path, capsys)
@@ -263,20 +275,24 @@ def test_a_folder_that_holds_a_run_is_not_written_over(run, tiny, data_files, tm
     assert "an unfinished run; pass --resume latest" in complaint(flags, tmp_path, capsys)
 
 
-@pytest.mark.parametrize("name", ["config.toml", "rollouts.jsonl", "eval_rollouts.jsonl", "metrics.jsonl", "checkpoint"])
+@pytest.mark.parametrize("name", ["config.toml", "rollouts.jsonl", "eval_rollouts.jsonl", "metrics.jsonl",
+                                  "checkpoint"])
 @pytest.mark.parametrize("more", ["", "--resume latest"])
-def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(tiny, data_files, tmp_path, capsys, name, more):
+def test_a_folder_with_other_files_is_refused_and_left_unchanged(
+        tiny, data_files, tmp_path, capsys, name, more):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("lr = 1e-3  # mine\n")
     flags = f"--model {tiny} --data {data_files['groups']} --out {tmp_path / 'out'} {more}".split()
-    assert f"{name} there was not written by this version of humanline.py;" in complaint(flags, tmp_path, capsys)
+    assert f"{name} there was not written by this version of humanline.py;" in complaint(
+        flags, tmp_path, capsys)
     assert (tmp_path / "out" / name).read_text() == "lr = 1e-3  # mine\n"
 
 
 @pytest.mark.parametrize("moment", ["load_policy", "lock"])
 def test_two_runs_in_one_folder_do_not_overlap(tiny, data_files, tmp_path, monkeypatch, capsys, moment):
     """The second run starts while the first one is loading, and again when it holds the lock."""
-    flags = f"--model {tiny} --data {data_files['groups']} --out {tmp_path / 'out'} --steps 1 --batch-size 4".split()
+    flags = (f"--model {tiny} --data {data_files['groups']} --out {tmp_path / 'out'} --steps 1 "
+             "--batch-size 4").split()
     original, others = getattr(humanline, moment), []
 
     def beside_another(*args):
@@ -288,20 +304,21 @@ def test_two_runs_in_one_folder_do_not_overlap(tiny, data_files, tmp_path, monke
     monkeypatch.setattr(humanline, moment, beside_another)
     status = humanline.main(flags)
     assert sorted([status, *others]) == [0, 2] and len(metrics(tmp_path / "out")) == 1
-    said = {"load_policy": "holds a finished run", "lock": "another process is training in it"}[moment]
-    assert said in capsys.readouterr().err
+    expected = {"load_policy": "holds a finished run", "lock": "another process is training in it"}[moment]
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["file", "file/inside", "x" * 300])
-def test_an_impossible_folder_is_one_line(tiny, data_files, tmp_path, capsys, out):
+def test_an_impossible_folder_gives_a_one_line_error(tiny, data_files, tmp_path, capsys, out):
     (tmp_path / "file").write_text("")
-    flags = f"--model {tiny} --data {data_files['groups']} --steps 1 --batch-size 4 --out {tmp_path / out}".split()
+    flags = (f"--model {tiny} --data {data_files['groups']} --steps 1 --batch-size 4 "
+             f"--out {tmp_path / out}").split()
     assert humanline.main(flags) in (1, 2)
     lines = [line for line in capsys.readouterr().err.splitlines() if "warning" not in line]
     assert len(lines) == 1 and str(tmp_path) in lines[0]
 
 
-def test_a_run_that_was_not_measured_before_its_first_step_ends_in_a_line_all_the_same():
+def test_a_run_that_was_not_evaluated_before_its_first_step_still_prints_its_last_line():
     made = SimpleNamespace(config=parse("--model m --data d"), out=Path("out"), stopped_at=None, started=0,
                            batches=SimpleNamespace(steps=7), latest=dict(accuracy=0.5, greedy=0.6))
     assert humanline.last_line(made).startswith("GRPO, humanline, 7 steps in")
@@ -332,7 +349,8 @@ def test_the_file_alone_explains_its_flags(alone):
 def test_the_file_alone_trains_offline_and_online(alone, tiny, data_files, data, more):
     done = alone(*short_run(tiny, data_files[data], more), "--out", data)
     assert done.returncode == 0, done.stderr
-    assert len(metrics(alone.folder / data)) == 3 and (alone.folder / data / "final" / "model.safetensors").exists()
+    assert len(metrics(alone.folder / data)) == 3
+    assert (alone.folder / data / "final" / "model.safetensors").exists()
     assert "; compare with: python humanline.py --config" in done.stdout
 
 
@@ -352,13 +370,14 @@ def mood(prompts, completions, rows, good):
 """
 
 
-def test_the_file_alone_keeps_its_promise_that_no_reward_stops_a_run(alone, tiny):
+def test_with_the_file_alone_no_reward_stops_a_run(alone, tiny):
     (alone.folder / "sub").mkdir()
     (alone.folder / "sub" / "neighbour.py").write_text("value = 1")
     (alone.folder / "sub" / "moods.py").write_text(MOODS)
     moods = ["good", "hang", "exit", "crash", "raise", "nan"]
     data = write_jsonl(alone.folder / "rows.jsonl", [dict(prompt=mood, mood=mood) for mood in moods])
-    done = alone("--model", tiny, "--data", data, *("--sample-every 1 --steps 1 --batch-size 6 --group-size 2 "
+    done = alone("--model", tiny, "--data", data,
+                 *("--sample-every 1 --steps 1 --batch-size 6 --group-size 2 "
                  "--max-new-tokens 3 --reward sub/moods.py:mood --reward-seconds 1 --out moods").split(),
                  "--reward-args", '{"good": 5}')
     assert done.returncode == 0, done.stderr
@@ -366,14 +385,16 @@ def test_the_file_alone_keeps_its_promise_that_no_reward_stops_a_run(alone, tiny
     assert line["failed"] == 10 and line["reward"] == pytest.approx(1.0)  # 6 for 2 samples of 12, else 0
 
 
-def test_the_file_alone_says_what_the_reward_of_mathematics_needs(alone, tiny, data_files):
+def test_the_file_alone_says_what_the_math_reward_needs(alone, tiny, data_files):
     done = alone(*short_run(tiny, data_files["prompts"], "--sample-every 1 --reward math"), "--out", "math")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (alone.folder / "math").exists()
-    assert re.search(r"error: --reward math needs the file .*configs/math_reward\.py; copy it there", done.stderr)
+    assert re.search(r"error: --reward math needs the file .*configs/math_reward\.py; copy it there",
+                     done.stderr)
 
 
-def test_the_scripts_own_requirements_are_those_of_requirements_txt():
-    block = re.search(r"^# /// script\n(.*?)^# ///$", (ROOT / "humanline.py").read_text(), re.DOTALL | re.MULTILINE)
+def test_the_inline_requirements_are_those_of_requirements_txt():
+    block = re.search(r"^# /// script\n(.*?)^# ///$", (ROOT / "humanline.py").read_text(),
+                      re.DOTALL | re.MULTILINE)
     script = tomllib.loads(re.sub("^# ", "", block[1], flags=re.MULTILINE))
     needed = (ROOT / "requirements.txt").read_text().partition("\n#")[0].splitlines()
     assert script["dependencies"] == needed and script["requires-python"] == ">=3.11"

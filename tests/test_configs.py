@@ -1,4 +1,5 @@
-"""Every file of configs/ is a run: it parses, says what it reproduces and needs, and trains on small stand-ins."""
+"""Every file of configs/ is a run: it parses, says what it reproduces and needs, and trains on small
+stand-ins."""
 
 import importlib.util
 import json
@@ -40,9 +41,10 @@ def topic(i: int) -> dict:
     return dict(prompt=f"Write one sentence about a {i}.", topic=str(i))
 
 
-SCHEMAS = {"princeton-nlp/llama3-ultrafeedback-armorm": armorm, "princeton-nlp/gemma2-ultrafeedback-armorm": armorm,
-           "simplescaling/openaimath": math, "runs/smollm2-grpo-online/rollouts.jsonl": rollout,
-           "configs/topics.jsonl": topic, "configs/topics-test.jsonl": topic}
+SCHEMAS = {"princeton-nlp/llama3-ultrafeedback-armorm": armorm,
+           "princeton-nlp/gemma2-ultrafeedback-armorm": armorm, "simplescaling/openaimath": math,
+           "runs/smollm2-grpo-online/rollouts.jsonl": rollout, "configs/topics.jsonl": topic,
+           "configs/topics-test.jsonl": topic}
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +68,24 @@ def rows(tmp_path_factory) -> dict[str, str]:
     return files
 
 
-def test_the_papers_runs_are_there():
+def test_there_is_a_config_for_each_run_of_the_paper():
     names = {file.stem for file in FILES}
     modes = ("offline", "online", "humanline")
     assert {f"llama3-8b-{loss}-{mode}" for loss in ("dpo", "kto", "grpo") for mode in modes} <= names
     assert "gemma2-27b-kto-humanline" in names
 
 
-def test_the_math_runs_differ_in_sampling_and_humanline_alone_and_step_as_the_authors_do():
-    runs = {mode: tomllib.loads((ROOT / f"configs/qwen2.5-1.5b-math-grpo-{mode}.toml").read_text(encoding="utf-8"))
-            for mode in MATH_MODES}
+def test_the_math_runs_differ_only_in_sampling_and_humanline_and_step_as_the_authors_do():
+    read = lambda name: tomllib.loads((ROOT / "configs" / f"{name}.toml").read_text(encoding="utf-8"))
+    runs = {mode: read(f"qwen2.5-1.5b-math-grpo-{mode}") for mode in MATH_MODES}
     switches = ("humanline", "sync_k", "log_eps_p", "log_eps_r", "sample_every")
     switched = {mode: tuple(run.pop(name, None) for name in switches) for mode, run in runs.items()}
     assert all(run == runs["online"] for run in runs.values())
     assert switched.pop("online") == (False, None, None, None, 1)
     assert switched.pop("every-64") == (False, None, None, None, 64)
     assert switched == {f"every-64-humanline-k{k}": (True, k, -1.5, 1.5, 64) for k in (12, 16, 20, 25)}
-    # In the units of their recipes: parts of 8 completions on each of 8 GPUs, 4 of which make a step, 256 a drawing.
+    # In the units of their recipes: parts of 8 completions on each of 8 GPUs, 4 of which make a step, 256 a
+    # drawing.
     run = runs["online"]
     assert run["batch_size"] * run["group_size"] == 8 * 8 * 4
     assert run["system"].endswith("format: <think>\n...\n</think>\n<answer>\n...\n</answer>")
@@ -105,7 +108,7 @@ def check_comments(file) -> None:
 @pytest.mark.parametrize("file", [
     pytest.param(file, marks=pytest.mark.needs("peft") if "lora" in file.stem else ()) for file in FILES
 ], ids=lambda file: file.stem)
-def test_a_config_says_what_it_is_and_builds_its_run_on_small_stand_ins(
+def test_a_config_says_what_it_is_and_runs_with_small_stand_ins(
         file, stand_in, rows, varied, tmp_path, monkeypatch):
     check_comments(file)
     monkeypatch.chdir(ROOT)  # a config names files from here
@@ -129,7 +132,7 @@ def test_a_config_says_what_it_is_and_builds_its_run_on_small_stand_ins(
     assert all(line["tokens"] > 0 or config.sample_every for line in lines)
 
 
-def test_the_offline_files_train_on_what_the_online_file_draws(stand_in, varied, tmp_path, monkeypatch):
+def test_the_offline_configs_train_on_what_the_online_config_samples(stand_in, varied, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def train(name: str, more: str = "") -> list[dict]:

@@ -23,7 +23,7 @@ def first(tmp_path_factory):
     return command(cwd=folder), folder
 
 
-def test_the_command_without_arguments_aligns_a_model_and_suggests_the_baseline(first, monkeypatch):
+def test_the_command_without_arguments_trains_a_model_and_suggests_the_baseline(first, monkeypatch):
     done, folder = first
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
@@ -60,7 +60,7 @@ def test_the_demo_has_the_settings_that_tuning_chose(loss, form):
     assert (config.lr, config.sync_k) == (facts["lr"], facts["k"])
 
 
-def test_its_final_folder_loads_in_plain_transformers_and_adds(first):
+def test_the_final_folder_of_the_demo_loads_in_plain_transformers_and_can_add(first):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     [folder] = (first[1] / "runs").glob("*/final")
@@ -68,13 +68,14 @@ def test_its_final_folder_loads_in_plain_transformers_and_adds(first):
     right, rows = 0, [json.loads(line) for line in (DEMO / "test.jsonl").read_text().splitlines()[:50]]
     for row in rows:
         chat = [{"role": "user", "content": row["prompt"]}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt",
+                                            return_dict=True)
         answer = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
         right += tokenizer.decode(answer, skip_special_tokens=True).strip() == row["answer"]
     assert right >= 40
 
 
-def test_the_file_copied_alone_says_what_the_demo_lacks(tmp_path):
+def test_the_file_alone_says_what_the_demo_lacks(tmp_path):
     shutil.copy(ROOT / "humanline.py", tmp_path)
     line = [sys.executable, "humanline.py", "--steps", "1"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -83,7 +84,7 @@ def test_the_file_copied_alone_says_what_the_demo_lacks(tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
-def test_each_loss_has_its_settings_and_a_loss_of_ones_own_those_of_its_unit(loss, monkeypatch, tmp_path):
+def test_each_loss_has_its_settings_and_a_custom_loss_those_of_its_unit(loss, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # the demo's files are found from anywhere
     config = humanline.parse_config(["--loss", loss, "--sync-k", "12"])
     assert (config.loss, config.sync_k, config.steps, config.max_new_tokens) == (loss, 12, 256, 8)
@@ -94,13 +95,13 @@ def test_each_loss_has_its_settings_and_a_loss_of_ones_own_those_of_its_unit(los
     assert (mine.loss, mine.batch_size, mine.lr) == ("mine", config.batch_size, config.lr)
 
 
-def test_one_of_model_and_data_alone_is_one_line(tmp_path, capsys, monkeypatch):
+def test_model_without_data_or_data_without_model_gives_a_one_line_error(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for given, lacking in (("--model", "--data is missing"), ("--data", "--model is missing")):
-        assert humanline.main([given, str(DEMO)]) == 2 and lacking in capsys.readouterr().err
+    for flag, error in (("--model", "--data is missing"), ("--data", "--model is missing")):
+        assert humanline.main([flag, str(DEMO)]) == 2 and error in capsys.readouterr().err
 
 
-def test_the_demo_is_what_its_maker_says():
+def test_the_demo_is_what_its_maker_records():
     rows, test = ([json.loads(line) for line in (DEMO / f"{name}.jsonl").open()] for name in ("rows", "test"))
     made, held_out = bases.RECIPES["two-digits"].rows(seed=0)
     assert [{key: row[key] for key in ("prompt", "answer")} for row in rows] == made and test == held_out
@@ -109,8 +110,9 @@ def test_the_demo_is_what_its_maker_says():
 
 
 @pytest.mark.slow
-def test_the_demo_made_again_is_the_demo(tmp_path):
+def test_making_the_demo_again_gives_the_same_demo(tmp_path):
     """Equal bit for bit on the machine that made the demo; rounding may differ on others."""
-    subprocess.run([sys.executable, str(ROOT / "tests" / "claims" / "bases.py"), str(tmp_path / "again")], check=True)
+    subprocess.run([sys.executable, str(ROOT / "tests" / "claims" / "bases.py"), str(tmp_path / "again")],
+                   check=True)
     names = ["model/model.safetensors", "model/tokenizer.json", "rows.jsonl", "test.jsonl"]
     assert all((tmp_path / "again" / name).read_bytes() == (DEMO / name).read_bytes() for name in names)

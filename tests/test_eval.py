@@ -30,9 +30,9 @@ def ask(tmp_path, monkeypatch, capsys):
 
     def run(command: str) -> str:
         status = evaluation.main(command.split())
-        said = capsys.readouterr()
-        assert status == 0, said.err
-        return said.out
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        return captured.out
 
     return run
 
@@ -64,7 +64,7 @@ def test_doctests():
 
 
 @pytest.mark.parametrize("samples, a, b", [(8, 0.2, 1.8), (1, 9.0, 1.0)])
-def test_the_interval_covers_the_truth_as_often_as_it_says(samples, a, b):
+def test_the_interval_covers_the_truth_as_often_as_it_claims(samples, a, b):
     """300 repeats of 100 problems with solve rates from Beta(a, b): most are never solved, or have one sample
     each."""
     chance, covered = np.random.default_rng(0), 0
@@ -74,7 +74,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(samples, a, b):
     assert 278 <= covered <= 292
 
 
-def test_the_interval_stays_sane_where_few_problems_differ():
+def test_the_interval_is_sensible_if_few_problems_differ():
     mean, low, high = interval([0] * 499 + [1], 0.0, 1.0)
     assert mean == 0.002 and 0 <= low < 0.002 < high < 0.02
     mean, low, high = interval([0.0] * 100, 0.0, 1.0)
@@ -83,7 +83,7 @@ def test_the_interval_stays_sane_where_few_problems_differ():
     assert interval([3.0, 3.0]) == (3.0, 3.0, 3.0)  # values without known bounds, such as lengths
 
 
-def test_length_control_removes_what_is_won_by_length_and_nothing_else():
+def test_length_control_removes_the_advantage_of_length_and_nothing_else():
     win_rates = []
     for seed in range(10):
         chance = np.random.default_rng(seed)
@@ -92,14 +92,15 @@ def test_length_control_removes_what_is_won_by_length_and_nothing_else():
         probability = 1 / (1 + np.exp(-3 * delta / delta.std()))
         assert probability.mean() > 0.6 and abs(length_controlled(probability, delta) - 0.5) < 0.05
         win_rates.append(float(length_controlled((1 + np.sign(delta)) / 2, delta)))
-    assert abs(np.mean(win_rates) - 0.5) < 0.05  # a judge with a step at length 0 does not determine the slope
+    # a judge with a step at length 0 does not determine the slope
+    assert abs(np.mean(win_rates) - 0.5) < 0.05
     won = (chance.random(500) < 0.7).astype(float)
     assert abs(length_controlled(won, delta) - won.mean()) < 0.02
     both = np.stack([won, 1 - won])  # leading dimensions are separate fits
     assert np.allclose(length_controlled(both, np.stack([delta] * 2)).sum(), 1)
 
 
-def test_the_divergence_is_zero_for_data_distributed_as_the_model_is_perceived_and_bounds_the_error():
+def test_the_divergence_is_zero_for_data_from_the_perceived_model_and_bounds_the_error():
     chance, policy = np.random.default_rng(0), np.full(20, 1e6)
     omega = np.diff(capacity(np.arange(21) / 20, 0.61))
     assert perceived_divergence(policy, 1e8 * omega, 0.61) < 1e-6
@@ -126,30 +127,33 @@ def problems(tiny, tmp_path_factory):
     """Problems of two levels, with answers that were sampled from the tiny model."""
     rows = rows_of("prompts", 30)
     answers = drawn_texts(tiny, rows, 1, 1)
-    rows = [dict(row, answer=answer, level=1 + i % 2) for i, (row, (answer,)) in enumerate(zip(rows, answers))]
+    rows = [dict(row, answer=answer, level=1 + i % 2)
+            for i, (row, (answer,)) in enumerate(zip(rows, answers))]
     return write_jsonl(tmp_path_factory.mktemp("problems") / "problems.jsonl", rows)
 
 
 def test_accuracy_agrees_with_its_samples(ask, tiny, problems, tmp_path):
-    said = ask(f"accuracy --model {tiny} {tiny} --data {problems} --samples 4 --k 1 2 --max-new-tokens 1")
+    output = ask(f"accuracy --model {tiny} {tiny} --data {problems} --samples 4 --k 1 2 --max-new-tokens 1")
     lines = read_lines(tmp_path / "evals" / "accuracy.jsonl")
     answers = [row["answer"] for row in read_lines(Path(problems))]
     assert len(lines) == 2 * 30 * (4 + 1)
-    assert all(line["reward"] == (line["completion"].strip() == answers[line["row"]].strip()) for line in lines)
+    assert all(line["reward"] == (line["completion"].strip() == answers[line["row"]].strip())
+               for line in lines)
     sampled, greedy = lines[:120], lines[120:150]
     mean = lambda key, of=sampled: np.mean([line[key] for line in of])
     assert mean("reward") > 0
     correct = np.reshape([line["reward"] for line in sampled], (30, 4)).sum(1)
     pass_at_2 = np.mean([pass_at_k(4, int(c), 2) for c in correct])
     expected = [mean("reward"), pass_at_2, mean("reward", greedy), mean("tokens"), mean("truncated")]
-    assert line_of(said, tiny)[::3] == pytest.approx(expected, abs=6e-4)
-    assert "by level (number of problems)\n" in said and "1 (15)" in said
-    assert f"difference from {tiny}, paired by problem; comparisons: 1\n" in said
+    assert line_of(output, tiny)[::3] == pytest.approx(expected, abs=6e-4)
+    assert "by level (number of problems)\n" in output and "1 (15)" in output
+    assert f"difference from {tiny}, paired by problem; comparisons: 1\n" in output
 
 
 def test_greedy_answers_are_the_most_likely_and_files_are_not_overwritten(ask, tiny, problems, tmp_path):
     for seed in (0, 1):
-        ask(f"accuracy --model {tiny} --data {problems} --limit 8 --samples 2 --max-new-tokens 3 --seed {seed}")
+        ask(f"accuracy --model {tiny} --data {problems} --limit 8 --samples 2 --max-new-tokens 3 "
+            f"--seed {seed}")
     first, second = (read_lines(tmp_path / "evals" / name) for name in ("accuracy.jsonl", "accuracy-2.jsonl"))
     texts = lambda lines, kind: [line["completion"] for line in lines if line["kind"] == kind]
     assert texts(first, "greedy") == texts(second, "greedy")
@@ -167,13 +171,15 @@ def test_a_run_with_a_custom_loss_is_evaluated_with_all_its_settings(ask, run, p
     settings = folder / "config.toml"
     settings.write_text(settings.read_text().replace('"dpo"', '"mine"'))
     monkeypatch.setattr(humanline, "LOSSES", dict(humanline.LOSSES))
-    said = ask(f"accuracy --model {folder} --data {problems} --limit 2 --samples 2 --max-new-tokens 3")
-    assert "pass@1" in said
+    output = ask(f"accuracy --model {folder} --data {problems} --limit 2 --samples 2 --max-new-tokens 3")
+    assert "pass@1" in output
 
 
-def test_a_runs_own_settings_are_used_and_flags_override_them(ask, run, problems, tmp_path):
-    folder = run("--prompt-template <{prompt}> --system hi --max-new-tokens 3 --temperature 0.7 --seed 42 --steps 1")
-    with open(folder / "config.toml", "a") as file:  # as if trained with many ranks, adapters and a package that is missing here
+def test_the_settings_of_a_run_are_used_and_flags_override_them(ask, run, problems, tmp_path):
+    folder = run("--prompt-template <{prompt}> --system hi --max-new-tokens 3 --temperature 0.7 --seed 42 "
+                 "--steps 1")
+    # as if trained with many ranks, adapters and a package that is missing here
+    with open(folder / "config.toml", "a") as file:
         file.write(f'\nshard = true\ntrack = "wandb"\nlora = 4\nlora_alpha = 8\neval_data = "{problems}"\n')
     opened = []
     for spec, more in ((folder, ""), (folder / "final", "--prompt-template [{prompt}] --max-new-tokens 2")):
@@ -183,7 +189,8 @@ def test_a_runs_own_settings_are_used_and_flags_override_them(ask, run, problems
         opened.append([message["content"][0] for message in lines[0]["prompt"]])
     assert opened == [["h", "<"], ["h", "["]]
     config = evaluation.config_for(str(folder), evaluation.Accuracy(model=()))
-    assert (config.temperature, config.seed) == (1, 0)  # a flag overrides the run's setting even at its default
+    # a flag overrides the run's setting even at its default
+    assert (config.temperature, config.seed) == (1, 0)
 
 
 # winrate.
@@ -215,42 +222,48 @@ def judges(tmp_path):
 def test_a_model_does_not_beat_itself(ask, tiny, problems, judges):
     covered, flags = 0, f"--model {tiny} --against {tiny} --data {problems}"
     for seed in range(3):  # each interval misses the truth 5 % of the time
-        said = ask(f"winrate {flags} --judge {judges}:longer --samples 4 --seed {seed} --max-new-tokens 9")
+        output = ask(f"winrate {flags} --judge {judges}:longer --samples 4 --seed {seed} --max-new-tokens 9")
         for name in ("win rate", "length-controlled"):
-            _, low, high = line_of(said, name)[:3]
+            _, low, high = line_of(output, name)[:3]
             covered += low <= 0.5 <= high and high - low < 0.4
-        assert "losses 0.0" not in said  # the samples differ, so lengths do, too
+        assert "losses 0.0" not in output  # the samples differ, so lengths do, too
     assert covered >= 5
-    said = ask(f"winrate {flags} --judge {judges}:lopsided --max-new-tokens 3")  # it is asked in both orders
-    assert line_of(said, "win rate")[0] == 0.5 and "wins 0.000, ties 1.000, losses 0.000" in said
-    assert line_of(said, "position bias of the judge")[0] == 0.6
+    # it is asked in both orders
+    output = ask(f"winrate {flags} --judge {judges}:lopsided --max-new-tokens 3")
+    assert line_of(output, "win rate")[0] == 0.5 and "wins 0.000, ties 1.000, losses 0.000" in output
+    assert line_of(output, "position bias of the judge")[0] == 0.6
 
 
 def test_the_higher_reward_wins_and_ties_count_half(ask, tiny, data_files, tmp_path):
-    said = ask(f"winrate --model {tiny} --against data --data {data_files['groups']} --max-new-tokens 3 "
+    output = ask(f"winrate --model {tiny} --against data --data {data_files['groups']} --max-new-tokens 3 "
                "--out pairs.jsonl")
     pairs, rows = read_lines(tmp_path / "pairs.jsonl"), read_lines(Path(data_files["groups"]))
     for pair, row in zip(pairs, rows):
         assert pair["against"] == row["completions"][int(np.argmax(row["scores"]))]
         ours, theirs = (text.strip() == row["answer"] for text in (pair["output"], pair["against"]))
         assert pair["preference"] == 0.5 + (ours - theirs) / 2
-    assert math.isclose(line_of(said, "win rate")[0], np.mean([pair["preference"] for pair in pairs]), abs_tol=6e-4)
+    assert math.isclose(line_of(output, "win rate")[0], np.mean([pair["preference"] for pair in pairs]),
+                        abs_tol=6e-4)
 
 
 def test_win_rates_compare_only_with_desirable_completions_of_the_data(ask, tiny, tmp_path, capsys):
     labels = [False, True, True, False, True]
-    rows = [dict(prompt=f"p{i}", completion=f"c{i}", label=label, answer="x") for i, label in enumerate(labels)]
+    rows = [dict(prompt=f"p{i}", completion=f"c{i}", label=label, answer="x")
+            for i, label in enumerate(labels)]
     data = write_jsonl(tmp_path / "labels.jsonl", rows)
-    said = ask(f"winrate --model {tiny} --against data --data {data} --max-new-tokens 3 --out pairs.jsonl")
-    assert [pair["against"] for pair in read_lines(tmp_path / "pairs.jsonl")] == ["c1", "c2", "c4"] and "3 prompts" in said
+    output = ask(f"winrate --model {tiny} --against data --data {data} --max-new-tokens 3 --out pairs.jsonl")
+    assert [pair["against"] for pair in read_lines(tmp_path / "pairs.jsonl")] == ["c1", "c2", "c4"]
+    assert "3 prompts" in output
     data = write_jsonl(tmp_path / "bad.jsonl", [row for row in rows if not row["label"]])
     assert evaluation.main(f"winrate --model {tiny} --data {data} --max-new-tokens 3".split()) == 2
-    assert "or no desirable completion; compare with a model instead: --against MODEL" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "or no desirable completion; compare with a model instead: --against MODEL" in error
 
 
 def test_the_pairs_of_a_win_rate_are_converted_to_the_format_of_alpaca_eval(ask, tiny, data_files, tmp_path):
     ask(f"winrate --model {tiny} --data {data_files['groups']} --max-new-tokens 3 --out pairs.jsonl")
-    subprocess.run([sys.executable, ROOT / "configs" / "alpaca_eval.py", "pairs.jsonl"], check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, ROOT / "configs" / "alpaca_eval.py", "pairs.jsonl"], check=True,
+                   cwd=tmp_path)
     pairs, rows = read_lines(tmp_path / "pairs.jsonl"), read_lines(Path(data_files["groups"]))
     for side in ("output", "against"):
         outputs = json.loads((tmp_path / f"pairs-{side}.json").read_text(encoding="utf-8"))
@@ -261,7 +274,7 @@ def test_the_pairs_of_a_win_rate_are_converted_to_the_format_of_alpaca_eval(ask,
 
 def test_a_run_is_prompted_with_its_own_template_and_a_model_next_to_it_like_the_run(
         ask, run, tiny, problems, judges, monkeypatch):
-    one, other = (run(f"--prompt-template {word}{{prompt}} --max-new-tokens 3 --steps 1") for word in "QR")
+    first, second = (run(f"--prompt-template {word}{{prompt}} --max-new-tokens 3 --steps 1") for word in "QR")
     encode, prompts = evaluation.encode, []
 
     def note(sampler, rows, offline):
@@ -270,7 +283,7 @@ def test_a_run_is_prompted_with_its_own_template_and_a_model_next_to_it_like_the
 
     monkeypatch.setattr(evaluation, "encode", note)
     flags = f"--data {problems} --judge {judges}:longer --limit 3"
-    for model, against in ((one, other), (one, tiny), (tiny, one)):
+    for model, against in ((first, second), (first, tiny), (tiny, first)):
         ask(f"winrate --model {model} --against {against} {flags}")
     assert prompts == ["Q3", "R3", "Q3", "Q3", "Q3", "Q3"]
 
@@ -293,18 +306,18 @@ def two_sources(tiny, tmp_path_factory):
 
 
 def test_data_ranks_sources_by_likelihood_and_gives_advice(ask, tiny, two_sources, tmp_path):
-    said = ask(f"data --model {tiny} --data {two_sources['other']} {two_sources['own']} --max-new-tokens 6 "
+    output = ask(f"data --model {tiny} --data {two_sources['other']} {two_sources['own']} --max-new-tokens 6 "
                "--out data.svg")
-    own, own_low, own_high, other = line_of(said, "mean log-prob, nats/token")[:4]
+    own, own_low, own_high, other = line_of(output, "mean log-prob, nats/token")[:4]
     assert own > other + 1 and own_low < own < own_high
-    gap, low, high = line_of(said, f"{two_sources['other']}:")[:3]
+    gap, low, high = line_of(output, f"{two_sources['other']}:")[:3]
     assert math.isclose(gap, other - own, abs_tol=2e-3) and low < gap < high < 0
-    assert line_of(said, "less likely than 3/4 of its samples")[3] > 0.9
-    assert f"{two_sources['other']}: not good enough" in said
+    assert line_of(output, "less likely than 3/4 of its samples")[3] > 0.9
+    assert f"{two_sources['other']}: not good enough" in output
     assert "mean token log-prob" in (tmp_path / "data.svg").read_text()
 
 
-def test_very_unlikely_data_has_a_figure_too(tmp_path):
+def test_a_figure_can_be_drawn_for_very_unlikely_data(tmp_path):
     groups = [humanline.Group(i, [1], [[2]], [1.0]) for i in range(3)]
     source = evaluation.Source("it", groups, [[np.full(2, value)] for value in (-9.0, -12.0, -30.0)], [])
     evaluation.picture_data([source], "model", tmp_path / "data.svg")
@@ -318,24 +331,28 @@ def test_advice_follows_from_the_models_own_samples(nats, scores, advice):
     own = [[np.full(4, value)] for value in np.linspace(-0.4, 0, 100)]
     groups = [humanline.Group(i, [1], [[2], [3]], scores) for i in range(100)]
     spread = np.linspace(-0.1, 0.1, 100)
-    source = evaluation.Source("it", groups, [[np.full(3, nats + shift), np.full(2, nats - shift)] for shift in spread], own)
+    logps = [[np.full(3, nats + shift), np.full(2, nats - shift)] for shift in spread]
+    source = evaluation.Source("it", groups, logps, own)
     assert source.advice().startswith(advice) and source.advice().endswith(".")
     assert source.estimate[0] == pytest.approx(nats)
 
 
 def test_data_counts_duplicates_dropped_completions_and_groups_without_a_difference(ask, tiny, tmp_path):
-    rows = [dict(prompt=f"p{i}", completions=["aa", "aa", "bbb"], scores=[1, 1, 1 if i < 15 else 0]) for i in range(20)]
+    rows = [dict(prompt=f"p{i}", completions=["aa", "aa", "bbb"], scores=[1, 1, 1 if i < 15 else 0])
+            for i in range(20)]
     rows[0]["completions"][2] *= 30
-    said = ask(f"data --model {tiny} --data {write_jsonl(tmp_path / 'odd.jsonl', rows)} --own 0 --max-new-tokens 4")
-    expected = {"completions": 57, "duplicates": 19, "dropped, too long": 3, "groups without a difference": 0.737,
-                "best minus worst reward": 0.263}
-    assert {name: line_of(said, name)[0] for name in expected} == expected and "own samples" not in said
+    data = write_jsonl(tmp_path / "odd.jsonl", rows)
+    output = ask(f"data --model {tiny} --data {data} --own 0 --max-new-tokens 4")
+    expected = {"completions": 57, "duplicates": 19, "dropped, too long": 3,
+                "groups without a difference": 0.737, "best minus worst reward": 0.263}
+    assert {name: line_of(output, name)[0] for name in expected} == expected and "own samples" not in output
 
 
 # perception.
 
 def test_perception_passes_the_same_tokens_as_training():
-    chance, config = np.random.default_rng(0), humanline.Config(batch_size=4, gamma_p=3e5, beta_p=7e5, gamma_r=1e5,
+    chance, config = np.random.default_rng(0), humanline.Config(
+        batch_size=4, gamma_p=3e5, beta_p=7e5, gamma_r=1e5,
                                                                 beta_r=9e5)
     d = [[chance.normal(0, 1.5, chance.integers(1, 6)) for _ in range(3)] for _ in range(10)]
     fractions = evaluation.fractions_passed(d, config)
@@ -365,7 +382,10 @@ def test_plot_merges_seeds_into_one_line_and_separates_settings(ask, run, tmp_pa
     assert all(title.split(",")[0] in picture for title in evaluation.PANELS.values())
     ask(f"plot {' '.join(map(str, runs))} --metrics accuracy --out few.svg")
     picture = (tmp_path / "few.svg").read_text()
-    assert "pass@1" in picture and "gradient norm" not in picture and "run (2 seeds)" in picture and "run3" in picture
+    assert "pass@1" in picture
+    assert "gradient norm" not in picture
+    assert "run (2 seeds)" in picture
+    assert "run3" in picture
     lines = evaluation.read_metrics(runs[0])
     total = sum(line["step_seconds"] for line in metrics(runs[0]))
     assert math.isclose(lines[4]["seconds"], total) and 0 < lines[4]["sampling"] < total
@@ -379,7 +399,8 @@ def other_vocabulary(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("other") / "model"
     shutil.copytree(tiny, folder)
     text = (folder / "tokenizer.json").read_text()
-    (folder / "tokenizer.json").write_text(re.sub('"a": (\\d+),(\\s*)"b": (\\d+)', r'"a": \3,\2"b": \1', text))
+    (folder / "tokenizer.json").write_text(
+        re.sub('"a": (\\d+),(\\s*)"b": (\\d+)', r'"a": \3,\2"b": \1', text))
     return folder
 
 
@@ -391,21 +412,28 @@ def other_vocabulary(tiny, tmp_path_factory):
     ("accuracy --model TINY --data none.jsonl", "--data none.jsonl: [Errno 2] No such file"),
     ("accuracy --model TINY --data noanswer.jsonl", "--data noanswer.jsonl row 1: no answer"),
     ("accuracy --model TINY --data prompts.jsonl --samples 4 --k 1 5", "pass@k needs 1 <= k <= samples"),
-    ("accuracy --model TINY --data prompts.jsonl --out samples.txt", "--out samples.txt: the name must end in .jsonl"),
+    ("accuracy --model TINY --data prompts.jsonl --out samples.txt",
+     "--out samples.txt: the name must end in .jsonl"),
     ("accuracy --model TINY --data prompts.jsonl --temperature 0", "--temperature is 0.0; it must be from"),
     ("accuracy --model --limit 2", "--model has no value; pass at least one, or omit the flag"),
     ("accuracy --nothing 1", "--nothing"),
-    ("show --model TINY --data prompts.jsonl --prompts 0", "--prompts is 0; it must be between 1 and 1,000,000"),
-    ("winrate --model TINY --data prompts.jsonl", "--against data: prompts.jsonl has rows without completions"),
-    ("winrate --model TINY --data prompts.jsonl --against TINY --judge none.py:f", "--judge none.py:f: no such file"),
-    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:none", "--judge judges.py:none: "),
-    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:wrong --limit 3 --max-new-tokens 3",
+    ("show --model TINY --data prompts.jsonl --prompts 0",
+     "--prompts is 0; it must be between 1 and 1,000,000"),
+    ("winrate --model TINY --data prompts.jsonl",
+     "--against data: prompts.jsonl has rows without completions"),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge none.py:f",
+     "--judge none.py:f: no such file"),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:none",
+     "--judge judges.py:none: "),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:wrong --limit 3 "
+     "--max-new-tokens 3",
      "it must return 3 probabilities"),
-    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:hangs --limit 4 --max-new-tokens 3 "
-     "--reward-seconds 0.2", "increase the time limit with --reward-seconds"),
+    ("winrate --model TINY --data prompts.jsonl --against TINY --judge judges.py:hangs --limit 4 "
+     "--max-new-tokens 3 --reward-seconds 0.2", "increase the time limit with --reward-seconds"),
     ("winrate --model TINY --data prompts.jsonl --against TINY --reward judges.py:wrong --max-new-tokens 3",
      "--reward judges.py:wrong failed on every sample: "),
-    ("data --model TINY --data prompts.jsonl", "--data prompts.jsonl: these rows are prompts without completions"),
+    ("data --model TINY --data prompts.jsonl",
+     "--data prompts.jsonl: these rows are prompts without completions"),
     ("data --model TINY --data latin-1.jsonl", "--data latin-1.jsonl"),
     ("perception --model TINY --data groups.jsonl", "--ref and --data: pass both, since "),
     ("perception --model TINY --ref OTHER --data groups.jsonl", "its vocabulary differs from that of"),
@@ -416,8 +444,8 @@ def other_vocabulary(tiny, tmp_path_factory):
     ("plot --out curves.pdf", "--out curves.pdf: the name must end in .png or .svg"),
     ("nothing", "accuracy, show, chat, winrate, data, perception, plot"),
 ])
-def test_bad_input_is_one_line_and_exit_status_2(command, message, tiny, other_vocabulary, judges, tmp_path,
-                                                 monkeypatch, capsys):
+def test_bad_input_gives_a_one_line_error_and_exit_status_2(
+        command, message, tiny, other_vocabulary, judges, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for folder in ("runs", "nothing", "died/checkpoint", "young", "old"):
         Path(folder).mkdir(parents=True)
@@ -430,17 +458,17 @@ def test_bad_input_is_one_line_and_exit_status_2(command, message, tiny, other_v
     write_jsonl(Path("groups.jsonl"), rows_of("groups"))
     write_jsonl(Path("noanswer.jsonl"), [dict(prompt="p")])
     status = evaluation.main(command.replace("TINY", tiny).replace("OTHER", str(other_vocabulary)).split())
-    said = capsys.readouterr()
-    assert (status, said.out) == (2, "") and not Path("evals").exists()
-    [line] = [line for line in said.err.splitlines() if "warning" not in line]
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, "") and not Path("evals").exists()
+    [line] = [line for line in captured.err.splitlines() if "warning" not in line]
     assert line.startswith("eval.py: error: ") and message in line
 
 
 def test_the_command_line_works_as_typed(tmp_path):
     line = [sys.executable, str(ROOT / "eval.py"), "plot", "none"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
-    said = "eval.py: error: plot none: no such run; pass a folder that contains metrics.jsonl\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    error = "eval.py: error: plot none: no such run; pass a folder that contains metrics.jsonl\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", error)
 
 
 # --track, in humanline.py.
@@ -449,12 +477,12 @@ def test_the_command_line_works_as_typed(tmp_path):
 def test_a_tracker_gets_every_line_of_the_metrics(run, monkeypatch):
     with pytest.raises(humanline.UserError, match="--track absent: No module named 'absent'; pip install it"):
         run("--track absent")
-    for functions, lacking in ((dict(log=print), "init"), (dict(init=lambda **given: None), "log")):
+    for functions, lacking in ((dict(log=print), "init"), (dict(init=lambda **kwargs: None), "log")):
         monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(**functions))
         with pytest.raises(humanline.UserError, match=f"no attribute '{lacking}'; pass wandb, or a module"):
             run("--track mine")
     settings, lines = {}, []
-    tracker = SimpleNamespace(init=lambda **given: settings.update(given),
+    tracker = SimpleNamespace(init=lambda **kwargs: settings.update(kwargs),
                               log=lambda line, step: lines.append((step, dict(line))))
     monkeypatch.setitem(sys.modules, "wandb", tracker)
     folder = run("--track wandb --steps 3")

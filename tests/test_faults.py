@@ -26,9 +26,9 @@ def start(*flags: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
-def test_a_run_killed_at_random_moments_ends_in_the_same_weights_without_a_hand(tiny, data_files, tmp_path, kills):
-    flags = shlex.split(f"--model {tiny} --data {data_files['groups']} --steps 100 --batch-size 8 --lr 1e-3 --sync-k 7 "
-                        "--save-every 5 --resume latest")
+def test_a_run_killed_at_random_moments_resumes_to_the_same_weights(tiny, data_files, tmp_path, kills):
+    flags = shlex.split(f"--model {tiny} --data {data_files['groups']} --steps 100 --batch-size 8 "
+                        "--lr 1e-3 --sync-k 7 --save-every 5 --resume latest")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert command(*flags, "--out", str(whole)).returncode == 0
     chance = random.Random(kills)
@@ -37,7 +37,8 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_weights_without_a_hand(
         file = killed / "metrics.jsonl"
         written = lambda: file.stat().st_mtime_ns if file.exists() else 0
         before = written()
-        while written() == before and process.poll() is None and chance.random() > 0.001:  # some die before they begin
+        # some die before they begin
+        while written() == before and process.poll() is None and chance.random() > 0.001:
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 2.0))
         process.kill()
@@ -52,8 +53,10 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_weights_without_a_hand(
 @pytest.mark.parametrize("phase, number", [
     ("sample", signal.SIGTERM), ("forward_backward", signal.SIGINT),
     ("save_checkpoint", signal.SIGTERM), ("measure", signal.SIGINT)])
-def test_a_signal_ends_the_run_after_its_step_ready_to_go_on(run, data_files, tmp_path, monkeypatch, phase, number):
-    flags = f"--sample-every 2 --sync-k 3 --steps 6 --save-every 1 --eval-every 2 --eval-data {data_files['prompts']}"
+def test_a_signal_stops_the_run_after_its_step_so_that_it_can_be_resumed(
+        run, data_files, tmp_path, monkeypatch, phase, number):
+    flags = ("--sample-every 2 --sync-k 3 --steps 6 --save-every 1 --eval-every 2 "
+             f"--eval-data {data_files['prompts']}")
     whole, handler = run(flags), signal.getsignal(number)
     where = humanline.Run if phase == "measure" else humanline
     real, calls = getattr(where, phase), itertools.count(1)
@@ -80,7 +83,8 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
     slow = tmp_path / "slow.py"  # a reward that is still awaited when the second one comes
     slow.write_text("import time\ndef reward(prompts, completions, rows):\n    time.sleep(60)\n")
     flags = flags.replace("PROMPTS", data_files["prompts"]).replace("GROUPS", data_files["groups"])
-    flags += f" --model {tiny} --steps 9 --batch-size 4 --max-new-tokens 4 --reward {slow}:reward --reward-seconds 99"
+    flags += (f" --model {tiny} --steps 9 --batch-size 4 --max-new-tokens 4 --reward {slow}:reward "
+              "--reward-seconds 99")
     process = start(*flags.split(), "--out", str(tmp_path / "out"))
     while not process.stdout.readline().startswith("steps  "):
         assert process.poll() is None
@@ -96,15 +100,16 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
 
 
 @pytest.mark.parametrize("program", ["humanline.py", "eval.py"])
-def test_ctrl_c_while_it_imports_prints_no_traceback(tmp_path, program):
-    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
-    done = subprocess.run([sys.executable, str(ROOT / program)], env={**os.environ, "PYTHONPATH": str(tmp_path)},
-                          capture_output=True, text=True)
+def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path, program):
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    done = subprocess.run([sys.executable, str(ROOT / program)],
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == -signal.SIGINT and done.stderr == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_on(
+def test_a_stopped_command_exits_with_the_status_of_its_signal_and_says_how_to_resume(
         tiny, data_files, tmp_path, number):
     out = tmp_path / "my run"
     flags = f"--model {tiny} --data {data_files['groups']} --steps 300 --batch-size 4".split()
@@ -116,14 +121,14 @@ def test_a_stopped_command_exits_as_one_that_a_signal_ended_and_says_how_to_go_o
     output, error = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in error
     assert f"{number.name}: stopping after this step" in error
-    said = output.splitlines()[-1]
-    assert said.startswith("stopped after step ") and "--resume latest" in said
-    again = shlex.split(said.split(f"python {ROOT}/humanline.py ")[1])
+    last_line = output.splitlines()[-1]
+    assert last_line.startswith("stopped after step ") and "--resume latest" in last_line
+    again = shlex.split(last_line.split(f"python {ROOT}/humanline.py ")[1])
     assert command(*again).returncode == 0
     assert (out / "final").exists()
 
 
-def test_damage_to_a_checkpoint_is_always_seen_and_the_one_before_is_taken(run, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_always_noticed_and_the_one_before_is_used(run, tmp_path, capsys):
     folder = run("--sample-every 3 --sync-k 2 --steps 3 --save-every 1 --keep 3") / "checkpoint"
     chance, newest, before = random.Random(0), folder / "step-00000003", folder / "step-00000002"
     config = humanline.Config(out=str(folder.parent), resume="latest")
@@ -135,7 +140,8 @@ def test_damage_to_a_checkpoint_is_always_seen_and_the_one_before_is_taken(run, 
         if trial % 3 == 0:
             file.write_bytes(content[:at])
         elif trial % 3 == 1:
-            file.write_bytes(content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :])
+            damaged = bytes([content[at] ^ 1 << chance.randrange(8)])
+            file.write_bytes(content[:at] + damaged + content[at + 1 :])
         else:
             file.unlink()
         assert humanline.find_checkpoint(config, folder.parent) == before, (trial, file.name, at)
@@ -157,10 +163,10 @@ def test_no_pickle_is_ever_read_from_disk(run, monkeypatch):
     run("--steps 3 --save-every 1 --resume latest --sample-every 2")
 
 
-def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tiny, data_files, tmp_path):
+def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tiny, data_files, tmp_path):
     out = tmp_path / "out"
-    flags = (f"--model {tiny} --data {data_files['groups']} --steps 4 --batch-size 4 --save-every 1 --out {out} "
-             "--resume latest")
+    flags = (f"--model {tiny} --data {data_files['groups']} --steps 4 --batch-size 4 --save-every 1 "
+             f"--out {out} --resume latest")
     line = f"ulimit -f 40; exec {sys.executable} {ROOT / 'humanline.py'} {flags}"
     limited = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert limited.returncode == 1 and len(metrics(out)) == 4, limited.stderr

@@ -1,4 +1,4 @@
-"""Plain GRPO: the ratio to the old policy, the KL to the initial one, temperature, several rewards, the knobs."""
+"""Plain GRPO: the ratio to the old policy, the KL to the initial one, temperature, rewards, settings."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def with_weights(model, weights):
     return model
 
 
-def test_the_kl_to_the_initial_policy_does_not_fall_to_0_at_a_drawing(run):
+def test_the_kl_to_the_initial_policy_does_not_fall_to_0_when_completions_are_drawn(run):
     lines = metrics(run(f"{PLAIN} --steps 12 --kl-beta 0.01"))
     kl, drift = ([line[name] for line in lines] for name in ("kl", "drift"))
     assert kl[0] == drift[0] == drift[4] == drift[8] == 0  # the policy that drew is the policy
@@ -34,16 +34,17 @@ def test_the_kl_to_the_initial_policy_does_not_fall_to_0_at_a_drawing(run):
 
 @pytest.mark.parametrize("flags, names", [
     (f"{PLAIN} --steps 8", {"old_logps"}), ("--sync-k 2 --sample-every 4 --kl-beta 0.1", {"ref_logps"})])
-def test_no_log_probs_are_computed_that_nobody_asks_for(run, monkeypatch, flags, names):
+def test_no_unneeded_log_probs_are_computed(run, monkeypatch, flags, names):
     attached, attach = set(), humanline.attach_logps
-    monkeypatch.setattr(humanline, "attach_logps", lambda name, *more: attached.add(name) or attach(name, *more))
+    monkeypatch.setattr(humanline, "attach_logps",
+                        lambda name, *more: attached.add(name) or attach(name, *more))
     lines = metrics(run(flags))
     assert attached == names
     assert all(("kl" in line) == ("ref_logps" in names) for line in lines)
     assert max(line["drift"] for line in lines) > 0
 
 
-def test_the_weights_put_aside_take_the_policys_place_and_give_it_back(tiny):
+def test_stored_reference_weights_can_be_swapped_in_and_out(tiny):
     policy, _, config = policy_of(tiny, sample_every=4, kl_beta=0.1, humanline=False)
     batches = types.SimpleNamespace(steps=8, made_until=0, ahead=lambda until: [])
     reference = humanline.Reference(policy, batches, config)
@@ -57,7 +58,7 @@ def test_the_weights_put_aside_take_the_policys_place_and_give_it_back(tiny):
     assert all(map(torch.equal, reference.weights, initial))
 
 
-def test_log_probs_are_of_the_temperature_that_drew(tiny):
+def test_online_log_probs_are_at_the_sampling_temperature(tiny):
     policy, _, config = policy_of(tiny, sample_every=1, temperature=0.7)
     assert config.logits_temperature == 0.7
     assert Config(temperature=0.7).logits_temperature == 1  # the data's own completions
@@ -69,16 +70,16 @@ def test_log_probs_are_of_the_temperature_that_drew(tiny):
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 
-def test_offline_the_temperature_changes_nothing(run):
+def test_offline_the_temperature_has_no_effect(run):
     """The data's completions were not drawn with it."""
     assert same_weights(run("--steps 3"), run("--steps 3 --temperature 0.7"))
 
 
 # The knobs.
 
-def test_dr_grpo_has_no_division_by_the_deviation_nor_by_a_sequences_length(tiny):
-    rewards, ids = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long)
-    assert group_advantages(rewards, ids, scale=False).tolist() == [0.75, -0.25, -0.25, -0.25]
+def test_dr_grpo_divides_neither_by_the_deviation_nor_by_a_sequences_length(tiny):
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    assert group_advantages(rewards, scale=False).tolist() == [0.75, -0.25, -0.25, -0.25]
     group = Group(0, [1], [[2]] * 4, rewards.tolist())
     humanline.make_units([group], Config(scale_rewards=False))
     assert [s.advantage for s in group.sequences] == [0.75, -0.25, -0.25, -0.25]
@@ -89,14 +90,15 @@ def test_dr_grpo_has_no_division_by_the_deviation_nor_by_a_sequences_length(tiny
     assert float(mean_loss) == pytest.approx(float((losses * x.mask).sum() / (8 * 16)))
 
 
-@pytest.mark.parametrize("flags", ["--epsilon-high 0.5 --epsilon 0.001", "--no-scale-rewards", "--average constant"])
+@pytest.mark.parametrize("flags", ["--epsilon-high 0.5 --epsilon 0.001", "--no-scale-rewards",
+                                   "--average constant"])
 @pytest.mark.parametrize("mode", ["--sync-k 3", PLAIN])
-def test_each_knob_acts_in_a_run(run, flags, mode):
+def test_each_setting_has_an_effect_in_a_run(run, flags, mode):
     plain = f"{mode} --epsilon 0.001" if "epsilon" in flags else mode
     assert not same_weights(run(plain), run(f"{mode} {flags}"))
 
 
-def test_cutting_into_microbatches_changes_no_knob(tiny):
+def test_no_setting_depends_on_the_microbatches(tiny):
     policy, _, config = policy_of(tiny, max_new_tokens=8, average="constant", epsilon_high=0.3)
     batch = random_batch("grpo")
     double(policy, batch)
@@ -114,7 +116,7 @@ def letters(prompts, completions, rows):
 """
 
 
-def test_a_sample_whose_reward_fails_counts_as_0(run, tmp_path):
+def test_a_failed_reward_counts_as_0(run, tmp_path):
     (tmp_path / "letters.py").write_text(LETTERS)
     reward = f"{tmp_path}/letters.py:letters"
     folder = run(f"--sample-every 1 --steps 3 --max-new-tokens 2 --reward {reward}")
@@ -127,6 +129,6 @@ def test_a_sample_whose_reward_fails_counts_as_0(run, tmp_path):
 
 
 @pytest.mark.parametrize("spec", ["maths", "math=8", "a.py", "a.py:f=1"])
-def test_a_bad_reward_is_one_line(spec):
+def test_a_bad_reward_gives_a_one_line_error(spec):
     with pytest.raises(humanline.UserError, match="--reward .*: pass exact, math"):
         humanline.parse_config(["--reward", spec])

@@ -18,11 +18,15 @@ def command(tmp_path, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)
 
 
-@pytest.mark.parametrize("flag, name", [("--model", "Qwen/Qwen2.5-0.5B"), ("--data", "openai/gsm8k:main:train")])
-def test_a_hub_name_without_network_is_one_line_that_says_how_to_use_a_folder(tiny, data_files, tmp_path, flag, name):
+@pytest.mark.parametrize("flag, name",
+                         [("--model", "Qwen/Qwen2.5-0.5B"), ("--data", "openai/gsm8k:main:train")])
+def test_a_hub_name_without_network_gives_a_one_line_error_that_says_how_to_use_a_folder(
+        tiny, data_files, tmp_path, flag, name):
     flags = {"--model": tiny, "--data": data_files["groups"]} | {flag: name}
     done = command(tmp_path, *[word for pair in flags.items() for word in pair])
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "out").exists(), done.stderr
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "out").exists()
     assert done.stderr.startswith(f"humanline.py: error: {flag} {name}: ")
     assert "`hf download NAME" in done.stderr and "--local-dir FOLDER`" in done.stderr
 

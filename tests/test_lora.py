@@ -34,7 +34,8 @@ def plain_peft(folder: Path | str):
     """Load a peft folder with peft alone, in fp32."""
     folder = str(folder)
     base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
-    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
+    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+                                          folder)
 
 
 def learned(policy) -> None:
@@ -73,11 +74,12 @@ def test_the_base_is_frozen_in_bf16_and_the_adapters_are_fp32(tiny, dtype):
     learned(policy)
     assert humanline.forward_backward(policy, random_batch("dpo"), config)["loss"] > 0
     for name, p in policy.named_parameters():
-        assert (p.grad is not None) == ("lora_" in name) and (p.grad is None or p.grad.dtype == torch.float32), name
+        assert (p.grad is not None) == ("lora_" in name), name
+        assert p.grad is None or p.grad.dtype == torch.float32, name
         assert p.grad is None or p.grad.abs().max() > 0, name
 
 
-def test_new_adapters_change_nothing_and_are_a_function_of_the_seed(tiny):
+def test_new_adapters_change_no_output_and_depend_on_the_seed_only(tiny):
     sequences = some_sequences(load(tiny)[0])
     policies = [load(tiny, lora=4, seed=seed)[0] for seed in (0, 0, 1)]
     plain = own_rows(load(tiny)[0], sequences)
@@ -86,7 +88,7 @@ def test_new_adapters_change_nothing_and_are_a_function_of_the_seed(tiny):
     assert all(map(torch.equal, first, same)) and not all(map(torch.equal, first, other))
 
 
-def test_the_default_learning_rate_is_ten_times_that_of_the_weights():
+def test_the_default_learning_rate_is_ten_times_that_of_full_finetuning():
     lr = lambda flags: humanline.parse_config(flags.split()).lr
     assert lr("--model x --lora 8") == 1e-5
     assert lr("--model x") == 1e-6
@@ -113,7 +115,7 @@ def test_an_adapter_checkpoint_holds_no_base_weights_and_resumes_bit_for_bit(run
 # The final folder.
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed"])
-def test_the_final_folder_is_a_peft_folder_that_merges_into_the_same_model(run, tmp_path, dtype):
+def test_the_final_folder_is_a_peft_folder_that_merges_to_the_same_model(run, tmp_path, dtype):
     adapter = run(f"{LORA} --loss dpo --lr 0.1 --dtype {dtype}") / "final"
     assert {file.name for file in adapter.glob("*.safetensors")} == {"adapter_model.safetensors"}
     assert "library_name: peft" in (adapter / "README.md").read_text()
@@ -126,7 +128,8 @@ def test_the_final_folder_is_a_peft_folder_that_merges_into_the_same_model(run, 
         assert (theirs(ids).logits - whole(ids).logits).abs().max() > 0.01
 
 
-def test_the_readmes_merge_makes_a_folder_that_model_and_eval_take(run, tmp_path, data_files, monkeypatch, capsys):
+def test_merging_as_in_the_readme_gives_a_folder_that_training_and_eval_accept(
+        run, tmp_path, data_files, monkeypatch, capsys):
     run(f"{LORA} --steps 1", out=str(tmp_path / "runs" / "mine"))
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -137,7 +140,7 @@ def test_the_readmes_merge_makes_a_folder_that_model_and_eval_take(run, tmp_path
     assert evaluation.main(flags.split()) == 0, capsys.readouterr().err
 
 
-def test_a_peft_folder_is_merged_on_load_and_measured(run, tmp_path, data_files, tiny, capsys):
+def test_a_peft_folder_is_merged_on_load_and_can_be_evaluated(run, tmp_path, data_files, tiny, capsys):
     first = run(f"{LORA} --loss dpo --lr 0.1")
     theirs, sequences = plain_peft(first / "final"), random_batch("dpo").sequences
     policy, _, _ = load(str(first / "final"))
@@ -146,9 +149,11 @@ def test_a_peft_folder_is_merged_on_load_and_measured(run, tmp_path, data_files,
     assert metrics(second)[-1]["drift"] < 1e-4
     assert not list((second / "final").glob("adapter_*"))
     whole = AutoModelForCausalLM.from_pretrained(second / "final")
-    assert torch.allclose(full_logits_logps(whole, sequences[0]), full_logits_logps(theirs, sequences[0]), atol=1e-4)
+    assert torch.allclose(full_logits_logps(whole, sequences[0]), full_logits_logps(theirs, sequences[0]),
+                          atol=1e-4)
     for name in (str(first), str(first / "final")):
-        assert evaluation.main(["show", "--model", name, "--data", data_files["prompts"], "--prompts", "2"]) == 0
+        flags = ["show", "--model", name, "--data", data_files["prompts"], "--prompts", "2"]
+        assert evaluation.main(flags) == 0
     start = f"--model {first}/final --data {data_files['groups']} --lora 4 --out {tmp_path}/o".split()
     assert "already has adapters; merge them before using --lora" in complaint(start, tmp_path, capsys)
 
@@ -157,10 +162,12 @@ def test_a_peft_folder_is_merged_on_load_and_measured(run, tmp_path, data_files,
 
 @pytest.mark.parametrize("flags", [
     "--loss dpo --sync-k 3", "--loss grpo --sync-k 2 --sample-every 2 --sample-tokens 128"])
-def test_two_ranks_sharded_or_not_train_the_adapters_of_one(run, tiny, data_files, varied, tmp_path, flags):
-    flags = (f"--model {tiny} --data {data_files['groups']} --reward {varied} --batch-size 6 --steps 8 --lr 1e-3 "
-             f"--group-size 4 --max-new-tokens 4 --microbatch-tokens 200 {LORA} {flags}").split()
-    runs = [[*flags, *more, "--out", str(tmp_path / name)] for name, more in (("ddp", []), ("fsdp", ["--shard"]))]
+def test_two_ranks_sharded_or_not_train_the_same_adapters_as_one_process(
+        run, tiny, data_files, varied, tmp_path, flags):
+    flags = (f"--model {tiny} --data {data_files['groups']} --reward {varied} --batch-size 6 --steps 8 "
+             f"--lr 1e-3 --group-size 4 --max-new-tokens 4 --microbatch-tokens 200 {LORA} {flags}").split()
+    runs = [[*flags, *more, "--out", str(tmp_path / name)]
+            for name, more in (("ddp", []), ("fsdp", ["--shard"]))]
     runs += [[*flags, "--shard", "--dtype", "mixed", "--out", str(tmp_path / "mixed")]]
     (tmp_path / "driver.py").write_text(DRIVER + END)
     (tmp_path / "runs.json").write_text(json.dumps(runs))
@@ -173,19 +180,20 @@ def test_two_ranks_sharded_or_not_train_the_adapters_of_one(run, tiny, data_file
         assert ours.keys() == theirs.keys()
         for key in ours:
             assert (ours[key] - theirs[key]).norm() <= 1e-5 * theirs[key].norm(), (name, key)
-    for line, other in zip(metrics(run("--dtype mixed", flags=flags)), metrics(tmp_path / "mixed"), strict=True):
+    for line, other in zip(metrics(run("--dtype mixed", flags=flags)), metrics(tmp_path / "mixed"),
+                           strict=True):
         assert line["loss"] == pytest.approx(other["loss"], abs=0.02) and line["tokens"] == other["tokens"]
 
 
 # Bad input.
 
 @pytest.mark.parametrize("flag, least", [("--lora -1", 0), ("--lora-alpha 0", 1)])
-def test_a_bad_flag_of_lora_is_one_line(flag, least):
+def test_a_bad_lora_flag_gives_a_one_line_error(flag, least):
     with pytest.raises(humanline.UserError, match=f"it must be from {least} to"):
         humanline.parse_config(f"--model x {flag}".split())
 
 
-def test_without_peft_one_line_says_what_to_install(tiny, data_files, tmp_path, capsys, monkeypatch):
+def test_without_peft_a_one_line_error_says_what_to_install(tiny, data_files, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)
     line = complaint(["--model", tiny, "--data", data_files["groups"], "--lora", "4"], tmp_path, capsys)

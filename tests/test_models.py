@@ -15,10 +15,10 @@ import torch
 from conftest import encode_prompt, metrics, write_jsonl
 from test_command_line import complaint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (AutoModelForCausalLM, AutoTokenizer, CohereConfig, FalconConfig, Gemma2Config, GemmaTokenizer,
-                          GPT2Config, GPT2Tokenizer, GPTNeoXConfig, GraniteConfig, LlamaConfig, LlamaForCausalLM,
-                          LlamaModel, LlamaTokenizer, MistralConfig, OPTConfig, PreTrainedTokenizerFast, Qwen2Config,
-                          Qwen2Tokenizer, Qwen3Config)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, CohereConfig, FalconConfig, Gemma2Config,
+                          GemmaTokenizer, GPT2Config, GPT2Tokenizer, GPTNeoXConfig, GraniteConfig,
+                          LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaTokenizer, MistralConfig, OPTConfig,
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, Qwen3Config)
 
 import humanline
 from humanline import Config, Sequence
@@ -67,9 +67,10 @@ def llama_tokenizer():
 def llama3_tokenizer():
     marks = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     learned = Tokenizer(models.BPE(**byte_level(["<|begin_of_text|>", "<|end_of_text|>", *marks])))
-    learned.pre_tokenizer, learned.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=learned, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>",
-                                   extra_special_tokens=marks)
+    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learned.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=learned, bos_token="<|begin_of_text|>",
+                                   eos_token="<|end_of_text|>", extra_special_tokens=marks)
 
 
 def qwen_tokenizer():
@@ -78,8 +79,10 @@ def qwen_tokenizer():
 
 
 def gemma_tokenizer():
-    learned = with_byte_fallback(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"])
-    return GemmaTokenizer(**learned, add_bos_token=True, extra_special_tokens=["<start_of_turn>", "<end_of_turn>"])
+    learned = with_byte_fallback(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>",
+                                  "<end_of_turn>"])
+    return GemmaTokenizer(**learned, add_bos_token=True,
+                          extra_special_tokens=["<start_of_turn>", "<end_of_turn>"])
 
 
 def gpt2_tokenizer():
@@ -90,14 +93,16 @@ LLAMA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} "
     "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}")
 LLAMA3_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
-    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
 CHATML_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 GEMMA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
@@ -110,8 +115,8 @@ FAMILIES = {
     "qwen2": (Qwen2Config, qwen_tokenizer, CHATML_TEMPLATE, "<|im_end|>", None, GQA),
     "qwen3": (Qwen3Config, qwen_tokenizer, CHATML_TEMPLATE, "<|im_end|>", None, GQA | dict(head_dim=16)),
     "gemma2": (Gemma2Config, gemma_tokenizer, GEMMA_TEMPLATE, "<end_of_turn>", "<bos>",
-               GQA | dict(head_dim=16, sliding_window=64, final_logit_softcapping=2.0, attn_logit_softcapping=5.0,
-                          query_pre_attn_scalar=16)),
+               GQA | dict(head_dim=16, sliding_window=64, final_logit_softcapping=2.0,
+                          attn_logit_softcapping=5.0, query_pre_attn_scalar=16)),
     "gpt2": (GPT2Config, gpt2_tokenizer, None, "<|endoftext|>", None, {}),
 }
 
@@ -154,13 +159,15 @@ def random_ids(policy, generator, low: int, high: int) -> list[int]:
 
 def some_sequences(policy, count: int = 5) -> list[Sequence]:
     generator = torch.Generator().manual_seed(1)
-    return [Sequence(random_ids(policy, generator, 1, 20), random_ids(policy, generator, 1, 90)) for _ in range(count)]
+    return [Sequence(random_ids(policy, generator, 1, 20), random_ids(policy, generator, 1, 90))
+            for _ in range(count)]
 
 
 def own_rows(policy, sequences: list[Sequence]) -> list[torch.Tensor]:
     """The log-probs of each completion, with one sequence per row."""
     logps = humanline.log_probs(policy, [[sequence] for sequence in sequences])
-    assert all(not row[len(sequence.completion):].any() for row, sequence in zip(logps, sequences, strict=True))
+    assert all(not row[len(sequence.completion):].any()
+               for row, sequence in zip(logps, sequences, strict=True))
     return [row[: len(sequence.completion)] for row, sequence in zip(logps, sequences)]
 
 
@@ -187,7 +194,7 @@ def check_gradients(policy, ours: list[torch.Tensor], theirs: list[torch.Tensor]
 @pytest.mark.parametrize("family, tied, attn", [
     ("llama", True, "sdpa"), ("llama", False, "eager"), ("qwen2", False, "sdpa"), ("qwen3", True, "eager"),
     ("gemma2", True, "eager"), ("gpt2", True, "sdpa"), ("gpt2", False, "eager")])
-def test_log_probs_and_their_gradients_are_those_of_the_models_full_logits(folder, family, tied, attn):
+def test_log_probs_and_their_gradients_equal_those_of_the_models_full_logits(folder, family, tied, attn):
     policy, _, _ = load(folder(family, tied), attn=attn)
     assert policy.config._attn_implementation == attn
     assert (policy.get_input_embeddings().weight is policy.get_output_embeddings().weight) == tied
@@ -197,7 +204,8 @@ def test_log_probs_and_their_gradients_are_those_of_the_models_full_logits(folde
     expected = [full_logits_logps(policy, sequence) for sequence in sequences]
 
     weights = torch.randn(len(torch.cat(expected)), generator=torch.Generator().manual_seed(2))
-    gradients = lambda parts: torch.autograd.grad((torch.cat(parts) * weights).sum(), list(policy.parameters()))
+    gradients = lambda parts: torch.autograd.grad((torch.cat(parts) * weights).sum(),
+                                                  list(policy.parameters()))
     check_gradients(policy, gradients(logps), gradients(expected))
 
 
@@ -214,7 +222,7 @@ def random_model(folder, to: Path, config, **more):
     # numbers for F.dropout
     OPTConfig(dropout=0.5, attention_dropout=0.5, layerdrop=0.5, ffn_dim=64, word_embed_proj_dim=32),
 ], ids=lambda config: config.model_type)
-def test_no_dropout_is_left_wherever_a_model_keeps_it(folder, tmp_path, config):
+def test_dropout_is_turned_off_everywhere_in_a_model(folder, tmp_path, config):
     policy = random_model(folder, tmp_path / "model", config)
     sequences = some_sequences(policy)
     first, second = own_rows(policy, sequences), own_rows(policy, sequences)
@@ -225,7 +233,7 @@ def test_no_dropout_is_left_wherever_a_model_keeps_it(folder, tmp_path, config):
     GraniteConfig(num_key_value_heads=1, logits_scaling=8.0),
     CohereConfig(num_key_value_heads=1, logit_scale=0.25)],
     ids=lambda config: config.model_type)
-def test_the_log_probs_of_a_head_that_scales_its_logits_are_the_models_own(folder, tmp_path, config):
+def test_log_probs_are_right_for_a_head_that_scales_its_logits(folder, tmp_path, config):
     check_log_probs(random_model(folder, tmp_path / "model", config, initializer_range=1.0), 1e-4)
 
 
@@ -234,14 +242,17 @@ def test_activation_checkpointing_changes_no_gradient(folder, lora):
     grads = []
     for checkpointing in (False, True):
         policy, _, _ = load(folder("llama"), lora=lora, checkpoint_activations=checkpointing)
-        assert any(getattr(module, "gradient_checkpointing", False) for module in policy.modules()) == checkpointing
-        logps = humanline.log_probs(policy, [[sequence] for sequence in some_sequences(policy)] + shared_rows(policy))
+        assert any(getattr(module, "gradient_checkpointing", False)
+                   for module in policy.modules()) == checkpointing
+        logps = humanline.log_probs(policy,
+                                    [[sequence] for sequence in some_sequences(policy)] + shared_rows(policy))
         grads.append(torch.autograd.grad(logps.sum(), list(humanline.trained(policy).values())))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and any(grad.any() for grad in grads[0])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert any(grad.any() for grad in grads[0])
 
 
 @pytest.mark.parametrize("dtype", ["mixed", "bfloat16"])
-def test_bf16_log_probs_are_near_those_of_fp32_and_weights_are_what_was_asked(folder, dtype):
+def test_bf16_log_probs_are_near_those_of_fp32_and_weights_have_the_requested_dtype(folder, dtype):
     exact, _, _ = load(folder("qwen2"), dtype="float32")
     policy, _, config = load(folder("qwen2"), dtype=dtype)
     assert {p.dtype for p in policy.parameters()} == {torch.float32 if dtype == "mixed" else torch.bfloat16}
@@ -262,8 +273,7 @@ def shared_rows(policy) -> list[list[Sequence]]:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2"])
-def test_completions_behind_one_copy_of_their_prompt_have_the_log_probs_and_gradients_they_have_alone(
-        folder, family):
+def test_sharing_a_prompt_changes_no_log_prob_and_no_gradient(folder, family):
     policy, _, config = load(folder(family))
     assert config.shares_prompts
     rows, results = shared_rows(policy), []
@@ -280,7 +290,7 @@ def test_completions_behind_one_copy_of_their_prompt_have_the_log_probs_and_grad
     (GPTNeoXConfig, {}, True), (MistralConfig, dict(sliding_window=None), True),
     (LlamaConfig, dict(attn_implementation="eager"), False),
     (MistralConfig, dict(sliding_window=4096), False), (FalconConfig, dict(alibi=True), False)])
-def test_whether_a_model_allows_shared_prompts_is_found_out(config_class, more, allows):
+def test_a_model_is_tested_for_whether_prompts_can_be_shared(config_class, more, allows):
     config = config_class(vocab_size=100, **SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=0,
                           eos_token_id=0, **more)
     policy = AutoModelForCausalLM.from_config(config)
@@ -319,7 +329,8 @@ def test_the_model_sees_exactly_the_prompt_and_the_completion_with_one_bos_and_o
 
     if template:
         turns = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": ANSWER}]
-        assert group.prompt == tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
+        expected = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)
+        assert group.prompt == expected["input_ids"]
         assert whole == tokenizer.apply_chat_template(turns)["input_ids"][: len(whole)]
     else:
         assert tokenizer.decode(group.prompt, skip_special_tokens=True) == PROMPT
@@ -330,7 +341,7 @@ def test_the_model_sees_exactly_the_prompt_and_the_completion_with_one_bos_and_o
         assert whole.count(tokenizer.convert_tokens_to_ids(bos)) == 1 and whole[0] == tokenizer.bos_token_id
 
 
-def test_a_completion_that_brings_its_end_token_along_gets_no_second_one(folder):
+def test_a_completion_with_an_end_token_gets_no_second_one(folder):
     row = {"prompt": PROMPT, "chosen": ANSWER + "<|im_end|>", "rejected": "no<|im_end|>\n"}
     _, tokenizer, group = encoded(folder("qwen2"), row)
     assert [ids.count(tokenizer.eos_token_id) for ids in group.completions] == [1, 1]
@@ -340,14 +351,16 @@ def test_a_completion_that_brings_its_end_token_along_gets_no_second_one(folder)
 def test_sampling_stops_at_every_token_that_ends_an_answer(folder, family):
     policy, tokenizer, config = load(folder(family), max_new_tokens=40)
     stops = humanline.find_stop_ids(policy, tokenizer)
-    assert stops[0] == tokenizer.convert_tokens_to_ids(FAMILIES[family][3]) and tokenizer.eos_token_id in stops
+    assert stops[0] == tokenizer.convert_tokens_to_ids(FAMILIES[family][3])
+    assert tokenizer.eos_token_id in stops
     prompts = encoded_prompts(tokenizer, "short", PROMPT, PROMPT * 3)
     drawn = [ids for ids, _ in humanline.sample(policy, prompts * 40, stops, config, 0)]
     ended = [ids for ids in drawn if ids[-1] in stops]
     assert ended and all(1 <= len(ids) <= 40 and not set(ids[:-1]) & set(stops) for ids in drawn)
 
 
-def test_the_models_own_generation_settings_do_not_reach_the_samples_but_the_final_folder(folder, rows, tmp_path):
+def test_the_models_generation_settings_do_not_affect_samples_but_are_kept_in_the_final_folder(
+        folder, rows, tmp_path):
     settings = dict(repetition_penalty=50.0, no_repeat_ngram_size=1, top_k=1, min_new_tokens=8,
                     suppress_tokens=[*range(40, 300)])
     model = copy_of(folder("qwen2"), tmp_path / "model", generation_config=settings)
@@ -370,19 +383,23 @@ def test_a_pad_token_that_the_model_does_not_know_is_not_used(folder, rows, tmp_
     train(model, rows, tmp_path / "out", "--steps 1 --sample-every 1")
 
 
-def test_a_system_message_reaches_a_model_without_a_template(folder):
-    _, tokenizer, group = encoded(folder("gpt2"), PAIRS[0], system="Be brief.", prompt_template="Q: {prompt}\nA:")
+def test_a_system_message_is_kept_without_a_chat_template(folder):
+    _, tokenizer, group = encoded(folder("gpt2"), PAIRS[0], system="Be brief.",
+                                  prompt_template="Q: {prompt}\nA:")
     assert tokenizer.decode(group.prompt) == "Be brief.\n\nQ: 1+1?\nA:"
 
 
 # Where an answer begins.
 
 QWEN3_TEMPLATE = CHATML_TEMPLATE.replace(
-    "{{ m.content }}", "{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}<think>\n\n</think>\n\n"
-    "{% endif %}{{ m.content }}").replace("assistant\n{% endif", "assistant\n{% if enable_thinking is defined and not "
+    "{{ m.content }}", "{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}"
+    "<think>\n\n</think>\n\n"
+    "{% endif %}{{ m.content }}").replace("assistant\n{% endif",
+                                          "assistant\n{% if enable_thinking is defined and not "
     "enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif")
 R1_TEMPLATE = CHATML_TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
-ZEPHYR_TEMPLATE = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}{% endfor %}"
+ZEPHYR_TEMPLATE = ("{{ bos_token }}{% for m in messages %}"
+                   "[{{ m.role }}]\n{{ m.content }}{{ eos_token }}{% endfor %}"
                    "{% if add_generation_prompt %}[assistant]\n{% endif %}")
 
 
@@ -404,7 +421,7 @@ def with_template(folder, family: str, template: str, to: Path, **settings):
 @pytest.mark.parametrize("family, template", [
     ("qwen3", QWEN3_TEMPLATE), ("qwen3", R1_TEMPLATE),
     ("llama", ZEPHYR_TEMPLATE), ("llama3", ZEPHYR_TEMPLATE)])
-def test_offline_answers_begin_where_the_template_puts_them(folder, tmp_path, family, template):
+def test_offline_answers_begin_where_the_chat_template_puts_them(folder, tmp_path, family, template):
     loaded = with_template(folder, family, template, tmp_path / "model")
     group = encoded_row(*loaded, prompt=PROMPT, chosen=ANSWER, rejected="no")
     for answer, completion in zip((ANSWER, "no"), group.completions, strict=True):
@@ -413,18 +430,18 @@ def test_offline_answers_begin_where_the_template_puts_them(folder, tmp_path, fa
         assert whole == loaded[1].apply_chat_template(turns)["input_ids"][: len(whole)]
 
 
-def test_offline_answers_with_a_thought_of_their_own_begin_where_the_model_goes_on_and_open_it_once(
-        folder, tmp_path):
+def test_offline_answers_that_contain_thinking_open_it_exactly_once(folder, tmp_path):
     loaded = with_template(folder, "qwen3", R1_TEMPLATE, tmp_path / "model")
     decode = loaded[1].decode
     group = encoded_row(*loaded, prompt=PROMPT, chosen="3 + 4 is 7.\n</think>\n\n7", rejected="</think>\n\nn")
     assert decode(group.prompt).endswith("assistant\n<think>\n")
     group = encoded_row(*loaded, prompt=PROMPT, chosen="<think>\n3 + 4 is 7.\n</think>\n\n7", rejected="no")
     whole = [decode(group.prompt + completion) for completion in group.completions]
-    assert [text.count("<think>") for text in whole] == [1, 0] and whole[1].endswith("assistant\nno<|im_end|>")
+    assert [text.count("<think>") for text in whole] == [1, 0]
+    assert whole[1].endswith("assistant\nno<|im_end|>")
 
 
-def test_what_a_template_is_told_reaches_the_prompts(folder, tmp_path):
+def test_template_arguments_reach_the_prompts(folder, tmp_path):
     settings = dict(template_values='{"enable_thinking": false, "more": {"none": null, "text": "é"}}')
     _, tokenizer, _ = with_template(folder, "qwen3", QWEN3_TEMPLATE, tmp_path / "model", **settings)
     assert tokenizer.decode(encoded_prompts(tokenizer, "a")[0]).endswith("assistant\n<think>\n\n</think>\n\n")
@@ -433,15 +450,16 @@ def test_what_a_template_is_told_reaches_the_prompts(folder, tmp_path):
             load(model, template_values="a=1")
 
 
-def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow(folder, tmp_path):
+def test_a_template_that_writes_the_date_writes_the_same_date_every_day(folder, tmp_path):
     today = ("{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
              "Today is {{ date_string }}.")
     _, tokenizer, _ = with_template(folder, "qwen3", today + CHATML_TEMPLATE, tmp_path / "model")
     assert tokenizer.decode(encoded_prompts(tokenizer, "a")[0]).startswith("Today is 26 Jul 2024.")
 
 
-def test_dialogues_keep_their_speakers_where_the_model_has_no_template(folder, capsys):
-    start = "\n\nHuman: What is the capital of France?\n\nAssistant: Paris.\n\nHuman: And of Spain?\n\nAssistant:"
+def test_dialogues_keep_their_speakers_without_a_chat_template(folder, capsys):
+    start = ("\n\nHuman: What is the capital of France?\n\nAssistant: Paris."
+             "\n\nHuman: And of Spain?\n\nAssistant:")
     row = dict(chosen=f"{start} Madrid.", rejected=f"{start} Rome.")
     _, tokenizer, group = encoded(folder("gpt2"), row)
     assert tokenizer.decode(group.prompt, skip_special_tokens=True) == start.replace(": ", ":\n") + "\n"
@@ -474,7 +492,7 @@ def refusal(model: str, tmp_path, capsys, *flags: str) -> str:
     return complaint(flags, tmp_path, capsys)
 
 
-def test_code_that_comes_with_a_model_runs_only_if_asked(folder, tmp_path, capsys):
+def test_code_that_comes_with_a_model_runs_only_on_request(folder, tmp_path, capsys):
     mine = tmp_path / "model"
     classes = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.MineForCausalLM"}
     copy_of(folder("llama"), mine, config=dict(model_type="mine", auto_map=classes))
@@ -493,7 +511,7 @@ def test_a_tokenizer_without_eos_is_refused(folder, tmp_path, capsys):
     assert "no end-of-sequence token" in refusal(model, tmp_path, capsys)
 
 
-def test_a_tokenizer_that_is_not_the_models_own_is_refused(folder, tmp_path, capsys):
+def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(folder, tmp_path, capsys):
     # A word-level tokenizer beside a Qwen2 config comes back as a byte-level one without an alphabet.
     words = Tokenizer(models.WordLevel({"<eos>": 0, "1+1?": 1}, unk_token="<eos>"))
     shutil.copytree(folder("qwen2"), tmp_path / "none")
@@ -506,7 +524,7 @@ def test_a_tokenizer_that_is_not_the_models_own_is_refused(folder, tmp_path, cap
     assert "or some that the model does not have" in refusal(more, tmp_path, capsys)
 
 
-def test_an_unknown_attention_implementation_is_one_line(folder, tmp_path, capsys):
+def test_an_unknown_attention_implementation_gives_a_one_line_error(folder, tmp_path, capsys):
     line = refusal(folder("llama"), tmp_path, capsys, "--attn", "nonsense")
     assert line.endswith("; choose another --attn")
 
@@ -583,7 +601,7 @@ def test_the_final_folder_gives_the_same_logits_in_plain_transformers_bit_for_bi
         assert ids == tokenizer("3 apples é")["input_ids"] and template == tokenizer.chat_template
 
 
-def test_the_model_card_says_how_the_model_was_made(folder, rows, tmp_path):
+def test_the_model_card_says_how_the_model_was_trained(folder, rows, tmp_path):
     import yaml
 
     out = train(folder("gpt2"), rows, tmp_path / "out", "--steps 2 --loss kto --seed 7").out
@@ -599,7 +617,8 @@ def test_the_model_card_says_how_the_model_was_made(folder, rows, tmp_path):
     assert "\nbase_model: meta-llama/Llama\n" in (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
+                    reason="torch.compile needs a C++ compiler")
 def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folder, rows, tmp_path, varied):
     """With shared prompts, for training, rollouts and reference log-probs."""
     losses, drawn, graphs = [], [], []

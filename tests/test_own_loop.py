@@ -7,7 +7,7 @@ from conftest import ROOT
 from safetensors.torch import load_file
 
 
-def test_the_readmes_loop_does_what_the_program_does(run, tiny, data_files):
+def test_the_loop_in_the_readme_trains_to_the_weights_of_the_program(run, tiny, data_files):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     code = re.search(r"## A loop of your own\n.*?```python\n(.*?)```", readme, re.DOTALL)[1]
     assert len(code.splitlines()) <= 25

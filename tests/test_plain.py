@@ -57,7 +57,8 @@ for loss in LOSSES:
     CASES[f"{loss}, perception alone, online"] = dict(loss=loss, sync_k=0, sample_every=2)
     CASES[f"{loss}, T 0.7"] = dict(loss=loss, temperature=0.7, sample_every=4, sync_k=3)
     CASES[f"{loss}, sampling"] = dict(loss=loss, perception="sample", sync_k=2)
-    CASES[f"{loss}, sampling, online"] = dict(loss=loss, perception="sample", reward="coin", sync_k=1, sample_every=2)
+    CASES[f"{loss}, sampling, online"] = dict(loss=loss, perception="sample", reward="coin", sync_k=1,
+                                              sample_every=2)
     CASES[f"{loss}, groups without difference"] = dict(loss=loss, reward="coin", sync_k=1, sample_every=2)
 CASES |= {
     "grpo, KL": dict(loss="grpo", kl_beta=0.3, sync_k=2),
@@ -73,12 +74,13 @@ CASES |= {
 
 
 def settings_of(case: dict) -> dict:
-    """The settings of both programs. β, ε and the warmup are not the defaults. The clip's bounds are narrow and differ
-    in size, so that both act. AdamW's epsilon is large because its first steps divide a gradient by its own size,
-    which would magnify rounding errors. The gradient's norm is not clipped: that would hide a wrong scale of the loss.
-    """
-    return dict(log_eps_p=-0.3, log_eps_r=0.2, batch_size=8, lr=5e-3, warmup=0.5, adam_eps=1e-3, max_grad_norm=1e6,
-                steps=STEPS, positive_only=False, rpo_alpha=0.0, reward="varied", beta=0.3, epsilon=0.15) | case
+    """The settings of both programs. β, ε and the warmup are not the defaults. The bounds of the clip are
+    narrow and differ in size, so that both act. AdamW's epsilon is large because its first steps divide a
+    gradient by its own size, which would magnify rounding errors. The gradient's norm is not clipped: that
+    would hide a wrong scale of the loss."""
+    return dict(log_eps_p=-0.3, log_eps_r=0.2, batch_size=8, lr=5e-3, warmup=0.5, adam_eps=1e-3,
+                max_grad_norm=1e6, steps=STEPS, positive_only=False, rpo_alpha=0.0,
+                reward="varied", beta=0.3, epsilon=0.15) | case
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +106,15 @@ def weights_of_humanline(program, case: dict, model: str, data: Path, out: Path)
     if case["loss"] == "kto" and "sample_every" in case:
         settings["batch_size"] *= GROUP  # it counts completions; in plain.py their prompts
     program.train(program.Config(
-        model=model, data=(str(data / "rows.jsonl"),), reward=f"{data / 'reward.py'}:{reward}", dtype="float32",
-        group_size=GROUP, max_new_tokens=4, microbatch_tokens=64, save_every=0, out=str(out), **settings))
+        model=model, data=(str(data / "rows.jsonl"),), reward=f"{data / 'reward.py'}:{reward}",
+        dtype="float32", group_size=GROUP, max_new_tokens=4, microbatch_tokens=64, save_every=0, out=str(out),
+        **settings))
     return load_file(out / "final" / "model.safetensors")
 
 
 def weights_of_plain(case: dict, model: str, data: Path, out: Path) -> tuple[dict[str, torch.Tensor], float]:
-    """The same of plain.py, on the completions that the run in `out` has drawn; and how far, at most, the log-probs
-    that they were drawn with are from plain.py's."""
+    """The weights of plain.py, trained on the completions that the run in `out` has drawn, and the largest
+    difference between the log-probs that they were drawn with and those of plain.py."""
     settings = settings_of(case)
     del settings["reward"]  # the run has written it down
     plain.BETA, plain.EPSILON = settings.pop("beta"), settings.pop("epsilon")
@@ -156,7 +159,7 @@ def test_humanline_trains_to_the_weights_of_the_plain_method(name, tiny, data, t
 
 
 # ---------- Deliberate mistakes: each must show -------------------------------------------------------------
-# Its name; the function or class of humanline.py, a text in it and what takes its place; a case that notices it.
+# Its name; the function or class of humanline.py, a text in it and what replaces it; a case that notices it.
 
 QUICK = [
     ("the sync comes after the update",
@@ -187,7 +190,7 @@ QUICK = [
      "clamp(-log_eps_r, -log_eps_p)",
      "grpo, humanline, offline"),
     ("advantages are not divided by the deviation",
-     "group_advantages", "centred / (std[index] + eps)",
+     "group_advantages", "centred / (rewards.std(-1, correction=0, keepdim=True) + eps)",
      "centred",
      "grpo, plain, offline"),
     ("the ratio is to the old policy, not to the reference",
@@ -293,7 +296,7 @@ def with_mistake(place: str, right: str, wrong: str, folder: Path):
 
 @pytest.mark.parametrize("mistake, place, right, wrong, name",
                          QUICK + [pytest.param(*mistake, marks=pytest.mark.slow) for mistake in SLOW])
-def test_a_mistake_shows(mistake, place, right, wrong, name, tiny, data, tmp_path):
+def test_every_planted_mistake_changes_the_weights(mistake, place, right, wrong, name, tiny, data, tmp_path):
     mistaken = with_mistake(place, right, wrong, tmp_path)
     ours = weights_of_humanline(mistaken, CASES[name], tiny, data, tmp_path / "run")
     plains, _ = weights_of_plain(CASES[name], tiny, data, tmp_path / "run")
@@ -303,7 +306,7 @@ def test_a_mistake_shows(mistake, place, right, wrong, name, tiny, data, tmp_pat
 
 
 @pytest.mark.slow
-def test_it_runs_alone_and_gains(monkeypatch, capsys):
+def test_plain_py_runs_alone_and_raises_the_reward(monkeypatch, capsys):
     monkeypatch.chdir(Path(plain.__file__).parents[1])
     plain.config = plain.Settings(loss="dpo")
     plain.main()
@@ -314,6 +317,7 @@ def test_it_runs_alone_and_gains(monkeypatch, capsys):
 def test_every_setting_of_plain_py_is_read_and_it_starts_from_anywhere(tmp_path):
     is_read = set(re.findall(r"(?:config|self)\.(\w+)\b(?! = )", Path(plain.__file__).read_text()))
     assert [field.name for field in dataclasses.fields(plain.Settings) if field.name not in is_read] == []
-    done = subprocess.run([sys.executable, plain.__file__, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, plain.__file__, "--help"], cwd=tmp_path, capture_output=True,
+                          text=True)
     assert done.returncode == 0 and "--sync-k" in done.stdout, done.stderr
     assert (plain.DEMO / "rows.jsonl").is_absolute() and (plain.DEMO / "rows.jsonl").exists()

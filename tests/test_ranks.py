@@ -35,8 +35,8 @@ os._exit(globals().get("status", 0))
 """
 DRAWN = "--sample-every 4 --sample-tokens 128"
 SYNCED = "--sync-k 3"
-SOURCES = {"offline": SYNCED, "drawn": f"{SYNCED} {DRAWN}", "baseline": f"--no-humanline {DRAWN}", "better": f"{SYNCED} --positive-only",
-           "kl": f"--no-humanline {DRAWN} --kl-beta 0.1 --temperature 0.8"}
+SOURCES = {"offline": SYNCED, "drawn": f"{SYNCED} {DRAWN}", "baseline": f"--no-humanline {DRAWN}",
+           "better": f"{SYNCED} --positive-only", "kl": f"--no-humanline {DRAWN} --kl-beta 0.1 --temperature 0.8"}
 CASES = list(itertools.product(("grpo", "dpo", "kto"), ("offline", "drawn"), ("ddp", "fsdp")))
 CASES += [("grpo", "baseline", "ddp"), ("grpo", "baseline", "fsdp"), ("grpo", "better", "ddp"),
           ("kto", "better", "fsdp"), ("grpo", "kl", "ddp"), ("grpo", "kl", "fsdp")]
@@ -46,13 +46,14 @@ def flags_of(tiny, data_files, varied, loss: str, source: str, more: str = "") -
     # With this seed no token lies so near the clip's end that rounding decides whether it passes a gradient.
     batch_size = 12 if (loss, source) == ("kto", "drawn") else 7  # of whole groups
     return shlex.split(f"--model {tiny} --data {data_files['groups']} --loss {loss} --steps 20 "
-                       f"--batch-size {batch_size} --lr 1e-3 --max-new-tokens 4 --seed 1 --group-size 4 --microbatch-tokens 200 "
-                       f"--reward {varied} {SOURCES[source]} {more}")
+                       f"--batch-size {batch_size} --lr 1e-3 --max-new-tokens 4 --seed 1 --group-size 4 "
+                       f"--microbatch-tokens 200 --reward {varied} {SOURCES[source]} {more}")
 
 
 def torchrun(*args: Path | str) -> subprocess.Popen:
     """Run torchrun ARGS with two ranks of one thread each."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *map(str, args)]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+            *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -80,7 +81,8 @@ def agree(expected: Path, folder: Path, tolerance: float = 1e-5) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=tolerance, abs=0.1 * tolerance), a["step"]
         assert a["tokens"] == b["tokens"] and a["reward"] == pytest.approx(b["reward"])
     if (expected / "rollouts.jsonl").exists():
-        lines = [map(json.loads, (run / "rollouts.jsonl").read_text().splitlines()) for run in (expected, folder)]
+        lines = [map(json.loads, (run / "rollouts.jsonl").read_text().splitlines())
+                 for run in (expected, folder)]
         first, second = ([(line["step"], line["row"], line["tokens"]) for line in of_run] for of_run in lines)
         assert first == second
     first, second = (load_file(run / "final" / "model.safetensors") for run in (expected, folder))
@@ -90,15 +92,16 @@ def agree(expected: Path, folder: Path, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_two_ranks_do_what_one_process_does(tiny, data_files, varied, folders, run, case):
+def test_two_ranks_train_to_the_weights_of_one_process(tiny, data_files, varied, folders, run, case):
     loss, source, _ = case
     alone = run("", data="groups", flags=flags_of(tiny, data_files, varied, loss, source))
     agree(alone, folders[case])
 
 
-def test_a_rank_without_a_pair_neither_hangs_nor_biases(tiny, data_files, varied, tmp_path, run):
+def test_a_rank_without_a_pair_neither_hangs_nor_biases_the_gradient(tiny, data_files, varied, tmp_path, run):
     small = "--batch-size 1 --steps 4"
-    flags = [flags_of(tiny, data_files, varied, "dpo", "offline", f"{small} {how}") for how in ("", "--shard")]
+    flags = [flags_of(tiny, data_files, varied, "dpo", "offline", f"{small} {how}")
+             for how in ("", "--shard")]
     runs = [[*run_flags, "--out", str(tmp_path / str(i))] for i, run_flags in enumerate(flags)]
     (tmp_path / "driver.py").write_text(DRIVER + END)
     (tmp_path / "runs.json").write_text(json.dumps(runs))
@@ -111,7 +114,7 @@ def test_a_rank_without_a_pair_neither_hangs_nor_biases(tiny, data_files, varied
     assert "hard" not in error
 
 
-def test_a_stopped_run_of_two_ranks_goes_on_with_one(tiny, data_files, varied, tmp_path, run):
+def test_a_stopped_run_of_two_ranks_resumes_on_one(tiny, data_files, varied, tmp_path, run):
     flags = flags_of(tiny, data_files, varied, "dpo", "offline")
     whole = run("", flags=flags)
     out = tmp_path / "out"
@@ -124,7 +127,7 @@ def test_a_stopped_run_of_two_ranks_goes_on_with_one(tiny, data_files, varied, t
     agree(whole, out)
 
 
-def test_torchrun_starts_a_killed_rank_again_and_the_run_ends_by_itself(
+def test_torchrun_restarts_a_killed_rank_and_the_run_finishes(
         tiny, data_files, varied, tmp_path, run, monkeypatch):
     flags = flags_of(tiny, data_files, varied, "kto", "offline", "--save-every 1")
     whole = run("", flags=flags)
@@ -167,7 +170,8 @@ class Gathers(TorchDispatchMode):
 torch.set_num_threads(1)
 counts = []
 for longest in (2, 6):
-    config = humanline.parse_config([*sys.argv[1:], "--shard", "--sample-every", "1", "--max-new-tokens", str(longest)])
+    flags = ["--shard", "--sample-every", "1", "--max-new-tokens", str(longest)]
+    config = humanline.parse_config([*sys.argv[1:], *flags])
     policy, tokenizer = humanline.load_policy(config, humanline.join_ranks())
     config.shares_prompts = True
     sampler = humanline.Sampler(policy, tokenizer, config)
@@ -183,10 +187,12 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_sharded_weights_are_gathered_once_for_a_drawing_and_not_for_each_token(tiny, data_files, varied, tmp_path):
+def test_sharded_weights_are_gathered_once_per_drawing_and_not_for_each_token(
+        tiny, data_files, varied, tmp_path):
     (tmp_path / "gathers.py").write_text(GATHERS + END)
-    process = torchrun(tmp_path / "gathers.py", "--model", tiny, "--data", data_files["groups"], "--reward", varied)
-    said, errors = process.communicate(timeout=300)
+    process = torchrun(tmp_path / "gathers.py", "--model", tiny, "--data", data_files["groups"], "--reward",
+                       varied)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    (short, first), (long, second) = json.loads(re.search("counts (.*)", said)[1])
+    (short, first), (long, second) = json.loads(re.search("counts (.*)", output)[1])
     assert first and second and short == long > 0  # the weights lie in parts again

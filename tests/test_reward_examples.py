@@ -31,10 +31,12 @@ def test_the_examples_in_the_docstrings_hold():
 @pytest.mark.parametrize("completion, formatted, tags", [
     (FORMATTED, 1, 1.0),
     ("", 0, 0.0),
-    ("<think>\n</think>\n<answer>\n</answer>", 0, 1.0),  # a line of thought and one of answer must be there...
+    # a line of thought and one of answer must be there...
+    ("<think>\n</think>\n<answer>\n</answer>", 0, 1.0),
     ("<think>\n\n</think>\n<answer>\n\n</answer>", 1, 1.0),  # ...but may be empty
     ("<think>1+1=2</think><answer>2</answer>", 0, 0.0),  # not on lines of their own
-    ("<answer>\n2\n</answer>\n<think>\n1+1\n</think>\n", 0, 0.75),  # wrong order; no line break before <answer>
+    # wrong order; no line break before <answer>
+    ("<answer>\n2\n</answer>\n<think>\n1+1\n</think>\n", 0, 0.75),
     (FORMATTED + "\nI hope it is right.", 1, 1.0),
     (FORMATTED + " Really.", 0, 1.0),
     (FORMATTED.replace("\n</answer>", ""), 0, 0.75),  # cut at --max-new-tokens
@@ -42,7 +44,7 @@ def test_the_examples_in_the_docstrings_hold():
     (FORMATTED.replace("1+1=2", "<think>\n1+1=2\n</think>\n"), 1, 0.5),  # nested
     (FORMATTED + "\n" + FORMATTED, 1, 0.0),  # each tag twice
 ])
-def test_the_two_rewards_of_the_format(completion, formatted, tags):
+def test_both_format_rewards_score_as_documented(completion, formatted, tags):
     assert reward("think_format", completion) == formatted
     assert reward("tag_count", completion) == tags
 
@@ -79,13 +81,14 @@ def words(count: int) -> str:
     ("length_near", words(400), {}, 0.0),
     ("length_near", words(4), {"length": 5}, 0.8),
 ])
-def test_an_example_rewards_what_it_says(name, completion, row, expected):
+def test_each_example_rewards_what_it_claims(name, completion, row, expected):
     assert reward(name, completion, row) == pytest.approx(expected)
 
 
 @pytest.mark.needs("vaderSentiment")
-def test_sentiment_tells_glad_from_sad_and_from_neither():
-    glad, sad = reward("sentiment", "I love this wonderful, happy day!"), reward("sentiment", "I hate this awful war.")
+def test_sentiment_tells_positive_from_negative_and_neutral():
+    glad = reward("sentiment", "I love this wonderful, happy day!")
+    sad = reward("sentiment", "I hate this awful war.")
     assert -1 <= sad < -0.5 < 0.5 < glad <= 1
     assert reward("sentiment", "") == reward("sentiment", "A table has four legs.") == 0
 
@@ -93,7 +96,8 @@ def test_sentiment_tells_glad_from_sad_and_from_neither():
 def test_without_vader_sentiment_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
     rewards.sentiment_analyzer.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match="^sentiment needs vaderSentiment: pip install vaderSentiment$"):
+    with pytest.raises(ModuleNotFoundError,
+                       match="^sentiment needs vaderSentiment: pip install vaderSentiment$"):
         reward("sentiment", "fine")
 
 

@@ -37,7 +37,7 @@ def process_number(reward: humanline.Reward) -> int:
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[tuple[str, str]]:
+def comparisons(monkeypatch) -> list[tuple[str, str]]:
     """The pairs of answers that are passed to math-verify, which is replaced by one that accepts all of
     them."""
     pairs = []
@@ -89,24 +89,26 @@ def test_the_reference_is_the_rows_answer_or_the_box_of_its_solution(row, answer
     ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})"), ("\\text{Evelyn}", "Evelyn"),
     ("5.4 \\text{ cents}", "5.4 cents"),
 ])
-def test_equal_strings_and_numbers_need_no_mathematics(asked, reference, answer):
-    assert math_reward.same_answer(reference, answer) is True and not asked
+def test_equal_strings_and_numbers_do_not_need_the_math_library(comparisons, reference, answer):
+    assert math_reward.same_answer(reference, answer) is True and not comparisons
 
 
 @pytest.mark.parametrize("reference, answer", [
-    ("18", "19"), ("18", ""), ("", "18"), ("1.5", "15"), ("18", "1" * 100_000), ("0.001", "0"), ("1,234", "234")])
-def test_different_numbers_need_no_mathematics(asked, reference, answer):
-    assert math_reward.same_answer(reference, answer) is False and not asked
+    ("18", "19"), ("18", ""), ("", "18"), ("1.5", "15"), ("18", "1" * 100_000), ("0.001", "0"),
+    ("1,234", "234")])
+def test_different_numbers_do_not_need_the_math_library(comparisons, reference, answer):
+    assert math_reward.same_answer(reference, answer) is False and not comparisons
 
 
 @pytest.mark.parametrize("reference, answer", [("\\frac{1}{23}", "\\frac{12}{3}"), ("1,2", "12"),
                                                ("x_{12}", "x_12"), ("\\leftarrow", "arrow")])
-def test_what_a_glance_cannot_tell_is_left_to_mathematics(asked, reference, answer):
-    assert math_reward.same_answer(reference, answer) is True and asked == [(reference, answer)]
+def test_answers_that_a_comparison_of_strings_cannot_decide_go_to_the_math_library(
+        comparisons, reference, answer):
+    assert math_reward.same_answer(reference, answer) is True and comparisons == [(reference, answer)]
 
 
-def test_a_mixed_number_is_no_longer_fraction(asked):
-    assert math_reward.same_answer("1 1/2", "11/2") is True and asked == [("1\\frac{1}{2}", "11/2")]
+def test_a_mixed_number_is_not_read_as_a_longer_fraction(comparisons):
+    assert math_reward.same_answer("1 1/2", "11/2") is True and comparisons == [("1\\frac{1}{2}", "11/2")]
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +129,14 @@ EQUAL = [
     ("104", r"The total is \$104."),
 ]
 UNEQUAL = [
-    (r"\frac{14}{3}", r"\boxed{4.6}"), ("5", r"\boxed{x + 5}"), ("x^2+2x+1", r"\boxed{x^2+1}"), (r"\text{even}", "odd"),
+    (r"\frac{14}{3}", r"\boxed{4.6}"), ("5", r"\boxed{x + 5}"), ("x^2+2x+1", r"\boxed{x^2+1}"),
+    (r"\text{even}", "odd"),
     ("1,-2", r"\boxed{1}"), ("18", "It could be 18, or perhaps 20"), (r"\pi", r"\boxed{3.14}"),
     ("(3,4]", r"\boxed{[3,4]}"), ("3", "I do not know"), ("3", r"\boxed{}"), ("3", "3/4 cups"),
 ]
 
 
-def test_mathematics_decides_what_strings_cannot(math_score, capsys):
+def test_the_math_library_decides_what_strings_cannot(math_score, capsys):
     references, completions = zip(*EQUAL, *UNEQUAL)
     rows = [{"answer": reference} for reference in references]
     scores = math_score([PROMPT] * len(references), list(completions), rows)
@@ -141,15 +144,16 @@ def test_mathematics_decides_what_strings_cannot(math_score, capsys):
     assert not warnings(capsys)
 
 
-def test_hostile_answers_cost_themselves_and_nothing_else(math_score, tmp_path, capsys):
+def test_hostile_answers_affect_no_other_answer(math_score, tmp_path, capsys):
     code = f"__import__('os').system('touch {tmp_path}/hit')"
-    hostile = [code, f"\\boxed{{{code}}}", f"The answer is {code}", f"#### 3+{code}", f"\\boxed{{\\text{{{code}}}}}",
-               f"${code}$", "\\boxed{" + "{" * 400 + "}" * 400 + "}", "9**9**9**9", "9^9^9^9 apples",
-               "\\boxed{9^{9^{9^9}}}", "\\boxed{(10^{10})!}", "(" * 400 + "3" + ")" * 400, "\\frac" * 150,
-               "x" * 100_000, "\\boxed{" * 10_000, "\\boxed{" + "1+" * 50_000 + "1}", "answer is " * 10_000,
+    hostile = [code, f"\\boxed{{{code}}}", f"The answer is {code}", f"#### 3+{code}",
+               f"\\boxed{{\\text{{{code}}}}}", f"${code}$", "\\boxed{" + "{" * 400 + "}" * 400 + "}",
+               "9**9**9**9", "9^9^9^9 apples", "\\boxed{9^{9^{9^9}}}", "\\boxed{(10^{10})!}",
+               "(" * 400 + "3" + ")" * 400, "\\frac" * 150, "x" * 100_000, "\\boxed{" * 10_000,
+               "\\boxed{" + "1+" * 50_000 + "1}", "answer is " * 10_000,
                "#### " + "9" * 5000, "\ud800", "\x00", "\\boxed{\\sum_{n=1}^{10^{12}} n^{-3}}"]
     started = time.perf_counter()
-    completions = [text for one in hostile for text in (one, "\\boxed{16/2}")]
+    completions = [text for answer in hostile for text in (answer, "\\boxed{16/2}")]
     scores = math_score([PROMPT] * len(completions), completions, [{"answer": "8"}] * len(completions))
     assert time.perf_counter() - started < 3.0 * len(hostile)
     assert set(scores[::2]) == {0.0} and set(scores[1::2]) == {1.0}
@@ -158,7 +162,7 @@ def test_hostile_answers_cost_themselves_and_nothing_else(math_score, tmp_path, 
     assert re.search(rf"--reward math: \d+ of {len(scores)} samples failed and count as 0", line)
 
 
-def test_the_process_of_mathematics_runs_no_text_as_code(tmp_path):
+def test_the_math_process_runs_no_text_as_code(tmp_path):
     hostile = f"__import__('os').system('touch {tmp_path}/hit')"
     attempt = f"""
 import sympy
@@ -181,7 +185,7 @@ math_reward.prepare()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux keeps the limit")
-def test_the_process_of_mathematics_has_a_limit_for_its_memory_even_after_it_was_killed():
+def test_the_math_process_has_a_memory_limit_even_after_it_was_killed():
     reward = load("math")
     killed = process_number(reward)
     os.kill(killed, signal.SIGKILL)
@@ -192,7 +196,7 @@ def test_the_process_of_mathematics_has_a_limit_for_its_memory_even_after_it_was
     assert int(re.search(r"Max address space\s+(\d+)", limits)[1]) == 4 << 30
 
 
-def test_no_mathematics_is_done_in_the_process_of_the_trainer(math_score):
+def test_the_trainer_process_does_not_import_the_math_library(math_score):
     assert math_score([PROMPT], [r"\boxed{\sqrt{4}}"], [{"answer": r"\frac{4}{2}"}]) == [1.0]
     assert "math_verify" not in sys.modules
 
@@ -259,17 +263,19 @@ def user_files(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_users_function_sees_prompts_completions_and_rows(user_files, capfd):
+def test_a_custom_reward_gets_prompts_completions_and_rows(user_files, capfd):
     rows = [{"bonus": 0.25, "prompt": "x"}, {"bonus": 0, "when": Path("a date or the like")}]
-    assert load(f"{user_files}/light-weight.py:good")([PROMPT, PROMPT * 2], ["abc", "é\ud800"], rows) == [31.25, 22.0]
+    score = load(f"{user_files}/light-weight.py:good")
+    assert score([PROMPT, PROMPT * 2], ["abc", "é\ud800"], rows) == [31.25, 22.0]
     assert "scoring" in capfd.readouterr().out  # what it prints is printed
 
 
-MIXED = ["2024-01-08", "2024-01-08T00:00:00Z", 5, 2.5, 5.0, "5", "007", 12345678901234567890, True, None, [1, "2"],
-         {"b": 1.0, "a": 2}]
+MIXED = ["2024-01-08", "2024-01-08T00:00:00Z", 5, 2.5, 5.0, "5", "007", 12345678901234567890, True, None,
+         [1, "2"], {"b": 1.0, "a": 2}]
 
-def test_a_run_rewards_by_values_as_they_are_written(tiny, user_files, tmp_path):
-    rows = [{"prompt": "a", "answer": answer, "written": repr(answer)} for answer in MIXED if answer is not None]
+def test_a_reward_gets_the_values_of_a_row_as_they_are_written(tiny, user_files, tmp_path):
+    rows = [{"prompt": "a", "answer": answer, "written": repr(answer)} for answer in MIXED
+            if answer is not None]
     path, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out"
     flags = (f"--model {tiny} --data {path} --reward {user_files}/light-weight.py:unchanged --sample-every 1 "
              f"--group-size 2 --batch-size {len(rows)} --steps 1 --max-new-tokens 2 --out {out}")
@@ -284,10 +290,11 @@ def test_a_function_may_return_an_array_or_numbers_of_any_kind(user_files):
 
 @pytest.mark.parametrize("kind, reason", [
     ("raise", "KeyError: 'no such"), ("exit", "SystemExit: 0"), ("crash", "its process died"),
-    ("hang", "took longer than 0.5 s"), ("wrong length", "is not a list of 4"), ("no list", "no attribute 'tolist'"),
+    ("hang", "took longer than 0.5 s"), ("wrong length", "is not a list of 4"),
+    ("no list", "no attribute 'tolist'"),
     ("nan", "nan"), ("none", "None"), ("huge", "1000000"),
 ])
-def test_a_bad_score_costs_its_sample_alone_and_one_warning(user_files, capsys, kind, reason):
+def test_a_bad_score_fails_only_its_own_sample_with_one_warning(user_files, capsys, kind, reason):
     score = load(f"{user_files}/light-weight.py:trouble", reward_seconds=0.5)
     assert score([PROMPT] * 4, ["a", kind, "b", "c"], [{}] * 4) == [1.0, 0.0, 1.0, 1.0]
     [line] = warnings(capsys)
@@ -329,7 +336,7 @@ def test_a_reward_that_is_dropped_leaves_no_process(user_files):
 
 
 @needs_proc
-def test_the_process_ends_with_a_trainer_that_is_killed_even_amid_a_call(user_files):
+def test_the_reward_process_ends_when_its_trainer_is_killed_even_during_a_call(user_files):
     (user_files / "pids").unlink(missing_ok=True)
     source = f"""
 import humanline, torch
@@ -356,8 +363,8 @@ def reward_model(tmp_path_factory) -> str:
     folder, tokenizer = tmp_path_factory.mktemp("reward-model"), character_tokenizer()
     torch.manual_seed(1)
     LlamaForSequenceClassification(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, num_labels=1, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, num_labels=1, pad_token_id=tokenizer.pad_token_id,
         initializer_range=0.2)).save_pretrained(folder)
     bos = [("<bos>", tokenizer.bos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=bos)
@@ -372,7 +379,8 @@ def by_hand(folder: str) -> list[float]:
     """The logit of each of COMPLETIONS to PROMPT, computed separately."""
     from transformers import AutoTokenizer, LlamaForSequenceClassification
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), LlamaForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = LlamaForSequenceClassification.from_pretrained(folder)
     logits = []
     for text in COMPLETIONS:
         dialogue = [*PROMPT, {"role": "assistant", "content": text}]
@@ -392,7 +400,7 @@ def score(folder: str, completions: list[str] = COMPLETIONS, **settings) -> list
     return reward([PROMPT] * len(completions), completions, [{}] * len(completions))
 
 
-def test_a_reward_models_score_is_its_logit_of_each_dialogue_alone(reward_model, capsys):
+def test_the_score_of_a_reward_model_is_its_logit_of_each_dialogue_alone(reward_model, capsys):
     scores = score(reward_model, [*COMPLETIONS, "x" * 100])  # the last is beyond its positions
     assert scores[:-1] == pytest.approx(by_hand(reward_model), abs=1e-5) and scores[-1] == 0
     assert "1 of 6 samples failed" in warnings(capsys)[0] and len(set(scores)) == 6
@@ -408,12 +416,12 @@ def test_a_reward_model_needs_neither_padding_nor_a_chat_template(reward_model, 
     assert plain != by_hand(reward_model) and not warnings(capsys)
 
 
-def test_a_language_model_is_no_reward_model(tiny):
+def test_a_language_model_is_refused_as_a_reward_model(tiny):
     with pytest.raises(UserError, match="failed on every sample.*has no score.weight"):
         score(tiny)
 
 
-def test_code_that_comes_with_a_reward_model_runs_only_where_the_user_says_so(reward_model, tmp_path):
+def test_code_that_comes_with_a_reward_model_runs_only_on_request(reward_model, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(reward_model, folder)
     (folder / "code.py").write_text(f"""
@@ -423,22 +431,24 @@ class Model(transformers.LlamaForSequenceClassification):
     pass
 """)
     file = folder / "config.json"
-    settings = json.loads(file.read_text()) | {"auto_map": {"AutoModelForSequenceClassification": "code.Model"}}
+    settings = json.loads(file.read_text()) | {
+        "auto_map": {"AutoModelForSequenceClassification": "code.Model"}}
     file.write_text(json.dumps(settings))
     assert score(folder) == score(reward_model) and not (tmp_path / "hit").exists()
     assert score(folder, trust_remote_code=True) == score(reward_model) and (tmp_path / "hit").exists()
 
 
 @pytest.mark.parametrize("text", ["{model: x}", "[1]"])
-def test_arguments_of_a_reward_that_are_no_json_object_are_one_line(text):
+def test_reward_args_that_are_not_a_json_object_give_a_one_line_error(text):
     with pytest.raises(UserError, match="--reward-args.*JSON object"):
         load("exact", reward_args=text)
 
 
-def test_a_run_hands_its_arguments_to_the_reward_and_records_them(run, tmp_path):
+def test_reward_args_reach_the_reward_and_are_recorded(run, tmp_path):
     (tmp_path / "scaled.py").write_text("def scaled(prompts, completions, rows, factor):\n"
                                         "    return [factor * len(text) for text in completions]\n")
-    flags = f"--sample-every 1 --steps 1 --reward {tmp_path}/scaled.py:scaled --reward-args {{\"factor\":1000}}"
+    flags = (f"--sample-every 1 --steps 1 --reward {tmp_path}/scaled.py:scaled "
+             '--reward-args {"factor":1000}')
     folder = run(flags)
     assert metrics(folder)[0]["reward"] > 500
     assert humanline.parse_config(["--config", str(folder / "config.toml")]).reward_args == '{"factor":1000}'
@@ -448,10 +458,11 @@ def test_a_run_hands_its_arguments_to_the_reward_and_records_them(run, tmp_path)
 
 @pytest.fixture
 def sums(tmp_path) -> str:
-    return write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(8)])
+    return write_jsonl(tmp_path / "sums.jsonl",
+                       [{"prompt": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(8)])
 
 
-def test_training_takes_the_reward_of_mathematics(tiny, sums, tmp_path):
+def test_a_run_can_train_on_the_math_reward(tiny, sums, tmp_path):
     flags = (f"--model {tiny} --data {sums} --reward math --sample-every 2 --steps 3 --batch-size 2 "
              f"--group-size 3 --max-new-tokens 4 --eval-data {sums} --eval-every 2 --out {tmp_path / 'out'}")
     humanline.train(humanline.parse_config(flags.split()))
@@ -459,9 +470,10 @@ def test_training_takes_the_reward_of_mathematics(tiny, sums, tmp_path):
 
 
 def test_a_reward_that_fails_after_the_first_rollouts_does_not_stop_a_run(run, tmp_path, capsys):
-    (tmp_path / "bad.py").write_text("calls = []\n\ndef bad(prompts, completions, rows):\n    calls.append(1)\n"
-                                     "    if len(calls) > 1:\n        raise ValueError('works no more')\n"
-                                     "    return [len(text) / 9 for text in completions]\n")
+    (tmp_path / "bad.py").write_text(
+        "calls = []\n\ndef bad(prompts, completions, rows):\n    calls.append(1)\n"
+        "    if len(calls) > 1:\n        raise ValueError('works no more')\n"
+        "    return [len(text) / 9 for text in completions]\n")
     lines = metrics(run(f"--sample-every 1 --steps 3 --reward {tmp_path}/bad.py:bad"))
     assert [line["reward"] for line in lines[1:]] == [0.0] * 2 and lines[0]["reward"] > 0
     failed = "16 of 16 samples failed and count as 0"
@@ -476,7 +488,8 @@ def test_a_reward_that_fails_after_the_first_rollouts_does_not_stop_a_run(run, t
     ("math", r"rows.jsonl row 2: no answer and no solution; --reward math"),
     ("exact", r"rows.jsonl row 2: no answer; --reward exact"),
 ])
-def test_a_reward_that_cannot_be_is_one_line_before_training(tiny, tmp_path, monkeypatch, capsys, reward, expected):
+def test_an_impossible_reward_gives_a_one_line_error_before_training(
+        tiny, tmp_path, monkeypatch, capsys, reward, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.py").write_text("")
     write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "b"}])
@@ -487,7 +500,7 @@ def test_a_reward_that_cannot_be_is_one_line_before_training(tiny, tmp_path, mon
     assert not (tmp_path / "out").exists()
 
 
-def test_mathematics_that_is_not_installed_is_one_line(monkeypatch, tmp_path):
+def test_a_missing_math_library_gives_a_one_line_error(monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ModuleNotFoundError(\"No module named 'math_verify'\")\n")
     monkeypatch.syspath_prepend(tmp_path)
     expected = "--reward math: ModuleNotFoundError: No module named 'math_verify'; pip install math-verify"
@@ -501,6 +514,6 @@ def test_offline_training_loads_no_reward(run, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--reward-seconds 0"])
-def test_a_bad_setting_of_rewards_is_one_line(flag):
+def test_a_bad_setting_of_rewards_gives_a_one_line_error(flag):
     with pytest.raises(UserError, match=f"{flag.split()[0]} is .*; it must be from"):
         humanline.parse_config(flag.split())

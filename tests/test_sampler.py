@@ -76,7 +76,8 @@ def engine(prompts, settings, count, seed, weights):
     @torch.no_grad()
     def complete(prompt):
         ids = torch.tensor([prompt])
-        while ids[0, -1] not in settings["stop_ids"] and ids.shape[1] < len(prompt) + settings["max_new_tokens"]:
+        longest = len(prompt) + settings["max_new_tokens"]
+        while ids[0, -1] not in settings["stop_ids"] and ids.shape[1] < longest:
             ids = torch.cat([ids, torch.multinomial(log_probs(ids)[:, -1].exp(), 1)], 1)
         completion, rows = ids[0, len(prompt) :], log_probs(ids)[0, len(prompt) - 1 : -1]
         return completion.tolist(), rows.gather(1, completion[:, None])[:, 0].tolist()
@@ -91,7 +92,8 @@ def start(folder: Path, function: str) -> str:
     """A --sampler that starts a function from a file in the same way as configs/external.py."""
     name = function.rpartition(":")[2]
     path = folder / f"start_{name}.py"
-    path.write_text(f"import runpy\n\nexternal = runpy.run_path({str(EXTERNAL)!r})\nexternal['External'].__init__.__globals__['SECONDS'] = {SECONDS}\n\n"
+    path.write_text(f"import runpy\n\nexternal = runpy.run_path({str(EXTERNAL)!r})\n"
+                    f"external['External'].__init__.__globals__['SECONDS'] = {SECONDS}\n\n"
                     f"def {name}(run):\n    return external['External'](run, {function!r})\n")
     return f"{path}:{name}"
 
@@ -118,30 +120,34 @@ def sampler(tmp_path, monkeypatch):
 
 # What it is asked, and what becomes of the answer.
 
-def test_a_sampler_is_asked_for_each_drawing_with_the_weights_of_that_moment(run, sampler, notes, data_files, tiny):
+def test_a_sampler_gets_the_current_weights_for_each_drawing(run, sampler, notes, data_files, tiny):
     whole = run(f"--sampler {sampler()} --sample-every 2 --steps 6 --temperature 0.7 "
                 f"--top-p 0.9 --eval-data {data_files['prompts']} --eval-every 2 --eval-samples 3")
-    asked = notes()
-    assert len({note["pid"] for note in asked}) == 1  # one process for the run
+    calls = notes()
+    assert len({note["pid"] for note in calls}) == 1  # one process for the run
     # Before the first step and after every second one: held-out samples, their greedy completions, the next
     # drawing.
-    assert [note["count"] for note in asked] == [3, 1, 4] * 3 + [3, 1]
-    assert [len(note["prompts"]) for note in asked] == [24, 24, 8] * 3 + [24, 24]
-    folders = [note["weights"] for note in asked]
-    assert folders[0] == folders[1] == folders[2] != folders[3] == folders[4] == folders[5]  # written when they changed
-    assert len({note["seed"] for note in asked[2::3]}) == 3
-    assert asked[2]["settings"] == dict(temperature=0.7, top_p=0.9, stop_ids=[3], max_new_tokens=4, dtype="float32")
-    assert asked[1]["settings"]["temperature"] == 0
+    assert [note["count"] for note in calls] == [3, 1, 4] * 3 + [3, 1]
+    assert [len(note["prompts"]) for note in calls] == [24, 24, 8] * 3 + [24, 24]
+    folders = [note["weights"] for note in calls]
+    # written when they changed
+    assert folders[0] == folders[1] == folders[2] != folders[3] == folders[4] == folders[5]
+    assert len({note["seed"] for note in calls[2::3]}) == 3
+    assert calls[2]["settings"] == dict(temperature=0.7, top_p=0.9, stop_ids=[3], max_new_tokens=4,
+                                        dtype="float32")
+    assert calls[1]["settings"]["temperature"] == 0
     first = AutoModelForCausalLM.from_pretrained(tiny).model.norm.weight[0].item()
     last = load_file(whole / "final" / "model.safetensors")["model.norm.weight"][0].item()
-    assert asked[0]["first"] == pytest.approx(first, abs=0) and asked[-1]["first"] == pytest.approx(last, abs=0)
+    assert calls[0]["first"] == pytest.approx(first, abs=0)
+    assert calls[-1]["first"] == pytest.approx(last, abs=0)
     lines = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
-    drawn = [completion for note in asked[2::3] for group in note["answer"] for completion in group]
+    drawn = [completion for note in calls[2::3] for group in note["answer"] for completion in group]
     assert [[line["tokens"], line["logps"]] for line in lines] == drawn and len(drawn) == 6 * 4 * 4
-    assert not Path(folders[0]).parent.exists() and not any(os.path.exists(f"/proc/{note['pid']}") for note in asked)
+    assert not Path(folders[0]).parent.exists()
+    assert not any(os.path.exists(f"/proc/{note['pid']}") for note in calls)
 
 
-def test_an_engine_agrees_with_the_trainer_about_log_probs_and_one_that_does_not_ends_the_run(
+def test_an_engine_is_compared_with_the_trainer_and_ends_the_run_if_its_log_probs_differ(
         run, sampler, tmp_path):
     """The first run is like a server that kept some of its old weights."""
     flags = f"--sample-every 2 --steps 4 --temperature 0.8 --sampler {sampler('unsure', code=ENGINE)}"
@@ -155,11 +161,11 @@ def test_an_engine_agrees_with_the_trainer_about_log_probs_and_one_that_does_not
     # A cut distribution's log-probs are larger by up to -log(0.7) = 0.36: 0.3 may be right.
     lines = metrics(run(f"{flags} --top-p 0.7"))
     gaps = [line["sampler_gap"] for line in lines]
-    assert gaps[0::2] == pytest.approx([0.3, 0.3], abs=1e-4)  # lag 0: the same weights
-    assert all(abs(gap - 0.3) > 1e-3 for gap in gaps[1::2])  # lag 1: a step has changed them
+    assert gaps[0::2] == pytest.approx([0.3, 0.3], abs=1e-4)  # with the same weights
+    assert all(abs(gap - 0.3) > 1e-3 for gap in gaps[1::2])  # a step has changed them
 
 
-def test_a_command_starts_it_without_what_torchrun_says_of_our_ranks(
+def test_a_sampler_command_starts_without_the_environment_of_torchrun(
         run, sampler, notes, tmp_path, varied, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "ours")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -173,7 +179,7 @@ def test_a_command_starts_it_without_what_torchrun_says_of_our_ranks(
     assert not {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"} & environment.keys()
 
 
-def test_a_resume_between_two_drawings_is_exact(run, sampler, tmp_path, data_files):
+def test_resuming_between_two_drawings_is_exact(run, sampler, tmp_path, data_files):
     flags = (f"--sampler {sampler()} --sample-every 4 --steps 8 --save-every 2 --keep 9 --eval-data "
              f"{data_files['prompts']} --eval-samples 1 --eval-prompts 2")
     whole = run(flags)
@@ -221,7 +227,7 @@ def breaking(*request):
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_sampler_that_fails_once_is_started_anew_and_changes_nothing(
+def test_a_sampler_that_fails_once_is_restarted_and_changes_no_result(
         run, sampler, notes, tmp_path, capsys, monkeypatch, what):
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2 if "sleep" in what else 60)
     flags = "--sample-every 2 --steps 4 --sampler"
@@ -234,25 +240,30 @@ def test_a_sampler_that_fails_once_is_started_anew_and_changes_nothing(
 
 
 @pytest.mark.parametrize("what", list(BREAKS)[:4])
-def test_one_that_fails_again_ends_the_run_in_a_line_and_a_resume_goes_on(run, sampler, tmp_path, monkeypatch, what):
+def test_a_sampler_that_fails_again_ends_the_run_with_a_one_line_error_and_the_run_can_be_resumed(
+        run, sampler, tmp_path, monkeypatch, what):
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2 if "sleep" in what else 60)
     flags = "--sample-every 2 --steps 6 --save-every 2 --sampler"
     out, spec = str(tmp_path / "broken-run"), sampler("breaking", breaking(tmp_path, what, 2))
     with pytest.raises(UserError) as raised:
         run(f"{flags} {spec}", out=out)
-    assert "\n" not in str(raised.value) and BREAKS[what] in str(raised.value) and "sampler.log" in str(raised.value)
-    assert "these are my last words" in Path(out, "sampler.log").read_text() and not list(Path(out).glob("weights*"))
+    assert "\n" not in str(raised.value)
+    assert BREAKS[what] in str(raised.value)
+    assert "sampler.log" in str(raised.value)
+    assert "these are my last words" in Path(out, "sampler.log").read_text()
+    assert not list(Path(out).glob("weights*"))
     resumed = run(f"{flags} {spec} --resume latest", out=out)  # by now it has failed twice, and works
     good = run(f"{flags} {spec}")
     assert timeless(resumed) == timeless(good) and same_weights(resumed, good)
 
 
-def test_a_killed_trainer_leaves_no_sampler_and_its_resume_no_weights(
+def test_a_killed_trainer_leaves_no_sampler_process_and_a_resumed_run_no_weights(
         tiny, data_files, sampler, notes, tmp_path, varied):
     flags = (f"--model {tiny} --data {data_files['prompts']} --reward {varied} --steps 2 --batch-size 2 "
              f"--group-size 2 --max-new-tokens 4 --sample-every 2 --top-p 1e-9 --out {tmp_path / 'run'} "
              f"--sampler {sampler('hangs', HANGS)}").split()
-    trainer = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags], stderr=subprocess.DEVNULL)
+    trainer = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags],
+                               stderr=subprocess.DEVNULL)
     while not (tmp_path / "notes.jsonl").exists():
         assert trainer.poll() is None
         time.sleep(0.1)
@@ -281,13 +292,16 @@ def test_a_killed_trainer_leaves_no_sampler_and_its_resume_no_weights(
     ("{file}:draw", "/no/python", "No such file or directory: '/no/python'"),
     ("{file}:draw", "/bin/ls", "its process ended with status 2"),
 ])
-def test_a_sampler_that_does_not_start_costs_a_line(run, sampler, tmp_path, monkeypatch, function, command, says):
+def test_a_sampler_that_does_not_start_gives_a_one_line_error(run, sampler, tmp_path, monkeypatch, function,
+                                                              command, says):
     sampler()
     monkeypatch.setenv("HUMANLINE_SAMPLER_COMMAND", command)
     spec = start(tmp_path, function.replace("{file}", str(tmp_path / "draw.py")))
     with pytest.raises(UserError) as raised:
         run(f"--sampler {spec} --sample-every 2", out=str(tmp_path / "none"))
-    assert says in str(raised.value) and f"--sampler {spec}: " in str(raised.value) and "\n" not in str(raised.value)
+    assert says in str(raised.value)
+    assert f"--sampler {spec}: " in str(raised.value)
+    assert "\n" not in str(raised.value)
     assert [path.name for path in (tmp_path / "none").iterdir()] in ([], ["sampler.log"])
 
 
@@ -296,7 +310,7 @@ def test_a_sampler_that_does_not_start_costs_a_line(run, sampler, tmp_path, monk
     ("--sampler missing.py:f", "--sampler missing.py:f: No such file: missing.py; write FILE.py:function"),
     (f"--sampler {EXTERNAL}:f", "--sampler .*external.py:f: no 'f'"),
 ])
-def test_a_sampler_that_is_none_is_one_line(run, flags, says):
+def test_an_invalid_sampler_gives_a_one_line_error(run, flags, says):
     with pytest.raises(UserError, match=says):
         run(f"{flags} --sample-every 2")
 
@@ -332,36 +346,41 @@ def test_what_any_sampler_returns_is_checked(run, tmp_path, value):
                     f"    return lambda prompts, count, step, greedy: {value}\n")
     with pytest.raises(UserError) as raised:
         run(f"--sampler {path}:draw --sample-every 1")
-    said = str(raised.value)
-    assert said.startswith(f"--sampler {path}:draw: ") and RETURNS[value] in said and "\n" not in said
+    message = str(raised.value)
+    assert message.startswith(f"--sampler {path}:draw: ")
+    assert RETURNS[value] in message
+    assert "\n" not in message
 
 
-def test_a_sampler_that_returns_no_function_is_one_line(run, tmp_path):
+def test_a_sampler_that_returns_no_function_gives_a_one_line_error(run, tmp_path):
     path = tmp_path / "sampler.py"
     path.write_text("def draw(run):\n    lambda prompts, count, step, greedy: []\n")
     with pytest.raises(UserError, match="draw: 'NoneType' .*; see the docstring of configs/external.py"):
         run(f"--sampler {path}:draw --sample-every 1")
 
 
-def test_vllm_that_is_not_installed_is_asked_for_at_once(run):
+def test_missing_vllm_is_reported_at_once(run):
     if importlib.util.find_spec("vllm"):
         pytest.skip("vllm is installed")
-    with pytest.raises(UserError, match="--sampler configs/external.py:vllm: .*'vllm'; set HUMANLINE_SAMPLER_COMMAND"):
+    says = "--sampler configs/external.py:vllm: .*'vllm'; set HUMANLINE_SAMPLER_COMMAND"
+    with pytest.raises(UserError, match=says):
         run("--sampler configs/external.py:vllm --sample-every 2")
 
 
-def test_two_ranks_train_on_what_one_sampler_drew(run, sampler, notes, tiny, data_files, varied, tmp_path):
+def test_two_ranks_train_on_the_completions_of_one_sampler(run, sampler, notes, tiny, data_files, varied,
+                                                           tmp_path):
     flags = f"--sampler {sampler()} --sample-every 4 --steps 4 --top-p 1e-9"  # any log-probs will do
     alone = run(flags)
-    asked = notes()
+    calls = notes()
     settings = (f"--model {tiny} --data {data_files['groups']} --batch-size 4 --lr 1e-2 --max-new-tokens 4 "
                 f"--group-size 4 --reward {varied} {flags} --shard --out {tmp_path / 'two'}")
     process = torchrun(ROOT / "humanline.py", *settings.split())
     _, error = process.communicate(timeout=300)
     assert process.returncode == 0, error[-2000:]
-    again = notes()[len(asked) :]  # by one rank alone
-    assert [note["seed"] for note in again] == [note["seed"] for note in asked]
-    first, second = (load_file(folder / "final" / "model.safetensors") for folder in (alone, tmp_path / "two"))
+    again = notes()[len(calls) :]  # by one rank alone
+    assert [note["seed"] for note in again] == [note["seed"] for note in calls]
+    first, second = (load_file(folder / "final" / "model.safetensors")
+                     for folder in (alone, tmp_path / "two"))
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)
 
@@ -372,7 +391,7 @@ PROMPTS = [[40, 41, 42]] * 3 + [[50]] * 2 + [[60, 61]] + [[40, 41, 42]]  # equal
 
 
 @pytest.mark.parametrize("settings", [dict(temperature=0.6), dict(top_p=0.8)])
-def test_draws_have_the_probabilities_that_they_report(tiny, settings):
+def test_completions_are_drawn_with_the_probabilities_that_are_reported(tiny, settings):
     policy, _, config = policy_of(tiny, max_new_tokens=1, **settings)
     count = 20_000
     drawn = humanline.sample(policy, [[40, 41, 42]] * count, [3], config, 0)
@@ -392,10 +411,11 @@ def test_draws_have_the_probabilities_that_they_report(tiny, settings):
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16"])
 @pytest.mark.parametrize("longest, cache", [(2, "FullLengthCache"), (9, "DynamicCache")])  # than the prompts
-def test_a_prompt_that_is_computed_once_changes_no_completion(tiny, monkeypatch, longest, cache, dtype):
+def test_computing_a_prompt_once_changes_no_completion(tiny, monkeypatch, longest, cache, dtype):
     policy, _, config = policy_of(tiny, max_new_tokens=longest, temperature=0.001, dtype=dtype)
     caches, prompt_cache = [], humanline.prompt_cache
-    monkeypatch.setattr(humanline, "prompt_cache", lambda *args: caches.append(prompt_cache(*args)) or caches[-1])
+    monkeypatch.setattr(humanline, "prompt_cache",
+                        lambda *args: caches.append(prompt_cache(*args)) or caches[-1])
     together = humanline.sample(policy, PROMPTS, [3], config, 0)
     alone = [humanline.sample(policy, [prompt], [3], config, 0)[0] for prompt in PROMPTS]
     assert type(caches[0]).__name__ == cache and caches[1:] == [None] * len(PROMPTS)
@@ -403,13 +423,14 @@ def test_a_prompt_that_is_computed_once_changes_no_completion(tiny, monkeypatch,
         assert [ids for ids, _ in together] == [ids for ids, _ in alone]
     config.temperature = 1.0
     for prompt, (ids, logps) in zip(PROMPTS, humanline.sample(policy, PROMPTS, [3], config, 0)):
-        expected = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.float().log_softmax(-1)
         tolerance = 2e-4 if dtype == "float32" else 0.1
         assert logps == pytest.approx(expected[range(len(ids)), ids].tolist(), abs=tolerance)
 
 
 @pytest.mark.parametrize("longest", [2, 9])
-def test_no_cache_outlives_its_drawing(tiny, monkeypatch, longest):
+def test_no_cache_is_kept_after_a_drawing(tiny, monkeypatch, longest):
     policy, _, config = policy_of(tiny, max_new_tokens=longest)
     caches, prompt_cache = [], humanline.prompt_cache
 
@@ -427,7 +448,7 @@ def test_no_cache_outlives_its_drawing(tiny, monkeypatch, longest):
         gc.enable()
 
 
-def test_drawing_leaves_the_global_random_state_alone_and_is_a_function_of_the_seed(tiny):
+def test_drawing_depends_only_on_the_seed_and_does_not_touch_the_global_random_state(tiny):
     policy, _, config = policy_of(tiny, max_new_tokens=5)
     state = torch.random.get_rng_state()
     first, again, other = (humanline.sample(policy, PROMPTS, [3], config, seed) for seed in (1, 1, 2))
@@ -435,7 +456,8 @@ def test_drawing_leaves_the_global_random_state_alone_and_is_a_function_of_the_s
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter of an environment with vLLM")
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ,
+                    reason="VLLM_PYTHON names no interpreter of an environment with vLLM")
 def test_vllm_draws_with_the_trainers_weights_before_and_after_a_step(tmp_path, data_files, varied):
     """In fp32 the gap is tiny if the weights are equal, so a reload that missed a tensor would show. The head
     size is one that vLLM supports."""
@@ -444,13 +466,14 @@ def test_vllm_draws_with_the_trainers_weights_before_and_after_a_step(tmp_path, 
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)).save_pretrained(tmp_path / "model")
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    done = command(*(f"--model {tmp_path / 'model'} --data {data_files['prompts']} --reward {varied} --sample-every 2 "
-                     f"--steps 6 --batch-size 4 --group-size 4 --max-new-tokens 8 --lr 1e-2 --sampler "
-                     f"configs/external.py:vllm --out {tmp_path / 'run'}").split(),
+    done = command(*(f"--model {tmp_path / 'model'} --data {data_files['prompts']} --reward {varied} "
+                     f"--sample-every 2 --steps 6 --batch-size 4 --group-size 4 --max-new-tokens 8 --lr 1e-2 "
+                     f"--sampler configs/external.py:vllm --out {tmp_path / 'run'}").split(),
                    HUMANLINE_SAMPLER_COMMAND=os.environ["VLLM_PYTHON"])
     assert done.returncode == 0, done.stderr
     lines = metrics(tmp_path / "run")

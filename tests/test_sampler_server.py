@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, port: int = 0, draw=pretend):
         self.version, self.weights, self.adapters, self.draw = "default", "as it started", {}, draw
-        self.asked: list[tuple[str, dict]] = []
+        self.requests: list[tuple[str, dict]] = []
         self.on = lambda route, body: None
         self.change = lambda route, answer: answer
         engine = self
@@ -51,7 +51,7 @@ class Engine:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
                 status = 200
                 try:
-                    engine.asked.append((self.path, body))
+                    engine.requests.append((self.path, body))
                     engine.on(self.path, body)
                     answer = engine.change(self.path, engine.answer(self.path, body))
                 except Refused as error:
@@ -81,7 +81,7 @@ class Engine:
         self.http.server_close()
 
     def routes(self) -> list[str]:
-        return [route for route, _ in self.asked]
+        return [route for route, _ in self.requests]
 
     def load(self, folder: str) -> str:
         if not Path(folder).is_dir():
@@ -207,32 +207,33 @@ def test_servers_share_prompts_and_get_new_weights_first(engines, client, weight
     first, second = weights("1", is_lora), weights("2", is_lora)
     assert draw(sampler, first) == expected(first)
     assert [engine.routes().count(route) for engine in both] == [4, 4]
-    loads = [len(engine.asked) for engine in both]
+    loads = [len(engine.requests) for engine in both]
     assert draw(sampler, first, seed=8) == expected(first, seed=8)
-    asked = [len(engine.asked) - before for engine, before in zip(both, loads)]
-    assert asked == [6, 6]  # which weights, four prompts, which weights; nothing was loaded
+    counts = [len(engine.requests) - before for engine, before in zip(both, loads)]
+    assert counts == [6, 6]  # which weights, four prompts, which weights; nothing was loaded
     assert draw(sampler, second) == expected(second)
     for engine in both:
         assert len(engine.adapters) == is_lora  # the old ones are gone
-        prompts = [body.get("prompt") or body["input_ids"][0] for path, body in engine.asked if path == route]
+        prompts = [body.get("prompt") or body["input_ids"][0] for path, body in engine.requests
+                   if path == route]
         assert len(prompts) == 12
 
 
-def test_each_completion_has_a_seed_of_its_own_and_nothing_is_left_to_a_servers_defaults(
+def test_each_completion_has_its_own_seed_and_no_setting_is_left_to_the_servers_defaults(
         engines, client, weights):
     (vllm,), (sglang,) = engines(1), engines(1)
     folder, greedy = weights("1"), dict(SETTINGS, temperature=0.001)
     client([vllm]).sample(PROMPTS, greedy, 3, 7, folder)
     client([sglang], "sglang+").sample(PROMPTS, greedy, 3, 2**40 + 7, folder)
-    asked = {tuple(body["prompt"]): body for route, body in vllm.asked if route == "/v1/completions"}
-    assert [asked[tuple(prompt)]["seed"] for prompt in PROMPTS] == [7 + 3 * i for i in range(8)]
-    assert asked[40, 41, 0] == dict(
+    bodies = {tuple(body["prompt"]): body for route, body in vllm.requests if route == "/v1/completions"}
+    assert [bodies[tuple(prompt)]["seed"] for prompt in PROMPTS] == [7 + 3 * i for i in range(8)]
+    assert bodies[40, 41, 0] == dict(
         prompt=[40, 41, 0], n=3, seed=7, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=6,
         stop_token_ids=[STOP], ignore_eos=True, repetition_penalty=1.0, presence_penalty=0.0,
         frequency_penalty=0.0, logprobs=0, return_token_ids=True)
-    params = {tuple(body["input_ids"][0]): body["sampling_params"] for route, body in sglang.asked
+    params = {tuple(body["input_ids"][0]): body["sampling_params"] for route, body in sglang.requests
               if route == "/generate"}
-    seeds = [one["sampling_seed"] for prompt in PROMPTS for one in params[tuple(prompt)]]
+    seeds = [each["sampling_seed"] for prompt in PROMPTS for each in params[tuple(prompt)]]
     assert len(set(seeds)) == 24 and all(0 <= seed < 2**31 for seed in seeds)
     assert params[40, 41, 0][0]["temperature"] == 0.0
 
@@ -275,7 +276,7 @@ FAILURES = {  # the route that fails; what is done to its answer, or instead; wh
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_server_that_fails_is_left_out_and_the_other_draws_its_share_until_all_are_lost(
+def test_a_server_that_fails_is_left_out_and_the_other_draws_its_share(
         engines, client, weights, capsys, failure):
     where, fail, says = FAILURES[failure]
     bad, good = engines(2)
@@ -294,7 +295,9 @@ def test_a_server_that_fails_is_left_out_and_the_other_draws_its_share_until_all
         sampler.DRAW_SECONDS = 1
     assert draw(sampler, folder) == expected(folder)
     line = capsys.readouterr().out.strip()
-    assert line.startswith(f"{bad.url}: ") and "\n" not in line and line.endswith("the other servers took over its prompts")
+    assert line.startswith(f"{bad.url}: ")
+    assert "\n" not in line
+    assert line.endswith("the other servers took over its prompts")
     good.close()
     with pytest.raises(RuntimeError, match="^no server is left. .*$") as raised:
         draw(sampler, folder)
@@ -321,7 +324,7 @@ def load_by_hand(engine: Engine, folder: str) -> None:
     engine.weights, engine.version = folder, "by hand"
 
 
-def test_what_was_drawn_by_other_weights_is_thrown_away_and_drawn_again(engines, client, weights):
+def test_completions_drawn_with_other_weights_are_discarded_and_drawn_again(engines, client, weights):
     (engine,) = engines(1)
     mine, theirs = weights("mine"), weights("theirs")
     has_changed = threading.Event()
@@ -336,7 +339,7 @@ def test_what_was_drawn_by_other_weights_is_thrown_away_and_drawn_again(engines,
     assert engine.routes().count(RELOAD) == 2 and engine.routes().count(DRAW) == 16
 
 
-def test_a_server_that_others_load_all_the_time_is_left_out(engines, client, weights):
+def test_a_server_whose_weights_others_keep_changing_is_left_out(engines, client, weights):
     (engine,) = engines(1)
     mine, theirs = weights("mine"), weights("theirs")
     engine.on = lambda route, body: load_by_hand(engine, theirs) if route == DRAW else None
@@ -344,18 +347,18 @@ def test_a_server_that_others_load_all_the_time_is_left_out(engines, client, wei
         draw(client([engine]), mine)
 
 
-def test_half_loaded_weights_go_by_no_name_that_a_client_could_take_for_its_own(engines, client, weights):
+def test_half_loaded_weights_never_have_a_version_that_a_client_expects(engines, client, weights):
     (engine,) = engines(1)
     draw(client([engine]), weights("1"))
     name, loading, reload, cache, ready = [route for route in engine.routes() if route != DRAW][:5]
     assert [name, loading, reload, cache, ready] == [
         "/weight_info", "/update_weight_version", RELOAD, CACHE, "/update_weight_version"]
-    names = [body["new_version"] for route, body in engine.asked if route == ready]
+    names = [body["new_version"] for route, body in engine.requests if route == ready]
     assert len(names) == len(set(names)) == 2 and engine.version == names[1]
 
 
 @pytest.mark.parametrize("is_lora, route", [(False, RELOAD), (True, "/v1/load_lora_adapter")])
-def test_weights_of_an_earlier_process_are_not_taken_for_those_of_the_same_path(
+def test_weights_of_an_earlier_process_are_not_mistaken_for_those_at_the_same_path(
         engines, client, weights, is_lora, route):
     (engine,) = engines(1)
     folder = weights("1", is_lora)
@@ -407,15 +410,15 @@ def test_a_run_draws_from_servers_of_both_kinds(run, engines, monkeypatch, tmp_p
 
 # The engine on this machine, as a stand-in for vLLM sees it.
 
-def test_vllm_gets_adapters_beside_the_base_and_under_a_new_number_when_they_change(weights, monkeypatch):
-    asked = []
+def test_vllm_gets_adapters_with_the_base_and_a_new_number_when_they_change(weights, monkeypatch):
+    calls = []
 
     class LLM:
         def __init__(self, model, **room):
-            asked.append((model, room["enable_lora"], room["max_lora_rank"]))
+            calls.append((model, room["enable_lora"], room["max_lora_rank"]))
 
         def generate(self, prompts, params, use_tqdm, lora_request):
-            asked.append(lora_request)
+            calls.append(lora_request)
             return []
 
     request = types.ModuleType("vllm.lora.request")
@@ -432,4 +435,4 @@ def test_vllm_gets_adapters_beside_the_base_and_under_a_new_number_when_they_cha
         Path(folder, "adapter_config.json").write_text(json.dumps(dict(r=12, base_model_name_or_path="base")))
     for folder in (folders[0], folders[0], folders[1]):
         sampler.sample(PROMPTS, SETTINGS, 3, 7, folder)
-    assert asked == [("base", True, 16), (1, folders[0]), (1, folders[0]), (2, folders[1])]
+    assert calls == [("base", True, 16), (1, folders[0]), (1, folders[0]), (2, folders[1])]

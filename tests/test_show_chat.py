@@ -25,60 +25,67 @@ def prompts(tmp_path) -> str:
 
 # show.
 
-def shown(said: str, models: int) -> list[list[tuple[str, str]]]:
+def shown(output: str, models: int) -> list[list[tuple[str, str]]]:
     """Per prompt and model: the first completion in its column, and the summary below it."""
     blocks = []
-    for block in re.split(r"^── \d+ of \d+: .*$", said, flags=re.M)[1:]:
-        cells = [[cell.strip() for cell in line.split("│")] for line in re.split("─{20,}\n", block)[1].splitlines()]
+    for block in re.split(r"^── \d+ of \d+: .*$", output, flags=re.M)[1:]:
+        cells = [[cell.strip() for cell in line.split("│")]
+                 for line in re.split("─{20,}\n", block)[1].splitlines()]
         end = next(i for i, line in enumerate(cells) if line[0].startswith("→"))
         blocks.append([("\n".join(line[i] for line in cells[:end]), cells[end][i]) for i in range(models)])
     return blocks
 
 
-def test_show_prints_what_the_models_say_and_what_it_is_worth(ask, tiny, prompts, varied):
-    said = ask(f"show --model {tiny} {tiny} --data {prompts} --prompts 3 --max-new-tokens 6 --reward {varied}")
+def test_show_prints_completions_and_their_rewards(ask, tiny, prompts, varied):
+    output = ask(f"show --model {tiny} {tiny} --data {prompts} --prompts 3 --max-new-tokens 6 "
+                 f"--reward {varied}")
     config = humanline.parse_config(["--model", tiny, "--reward", varied, "--max-new-tokens", "6"])
     rows = humanline.read_rows(prompts, config, "--data")
     sampler = evaluation.load(tiny, config)
     groups = evaluation.encode(sampler, rows, offline=False)[:3]
     drawn = [evaluation.draw(sampler, groups, rows, 1, model) for model in (0, 1)]
-    blocks = shown(said, 2)
+    blocks = shown(output, 2)
     assert len(blocks) == 3
     for number, block in enumerate(blocks):
-        assert f"── {number + 1} of 3: {prompts} row {number + 1} " in said
-        assert f"\n{rows[number].prompt[0]['content']}\n" in said
+        assert f"── {number + 1} of 3: {prompts} row {number + 1} " in output
+        assert f"\n{rows[number].prompt[0]['content']}\n" in output
         for (text, beneath), model in zip(block, drawn):
             completion, = evaluation.completions_of(sampler, model[number])
             assert text.strip() == completion["completion"].strip()
             cut = ", truncated" * completion["truncated"]
             assert beneath == f"→ reward {completion['reward']:.4g}, {completion['tokens']} tokens{cut}"
-    assert ", truncated" in said and "(answer: " in said
+    assert ", truncated" in output and "(answer: " in output
 
 
-def test_greedy_completions_are_shown_once_and_are_those_of_accuracy(ask, tiny, prompts, tmp_path):
-    said = ask(f"show --model {tiny} --data {prompts} --prompts 4 --samples 3 --greedy --max-new-tokens 4")
-    ask(f"accuracy --model {tiny} --data {prompts} --limit 4 --samples 1 --max-new-tokens 4 --out drawn.jsonl")
+def test_greedy_completions_are_shown_once_and_equal_those_of_accuracy(ask, tiny, prompts, tmp_path):
+    output = ask(f"show --model {tiny} --data {prompts} --prompts 4 --samples 3 --greedy --max-new-tokens 4")
+    ask(f"accuracy --model {tiny} --data {prompts} --limit 4 --samples 1 --max-new-tokens 4 "
+        "--out drawn.jsonl")
     lines = map(json.loads, (tmp_path / "drawn.jsonl").read_text().splitlines())
     greedy = [line["completion"] for line in lines if line["kind"] == "greedy"]
-    assert [block[0][0].strip() for block in shown(said, 1)] == [text.strip() for text in greedy]
-    assert said.count("→ reward") == 4
+    assert [block[0][0].strip() for block in shown(output, 1)] == [text.strip() for text in greedy]
+    assert output.count("→ reward") == 4
 
 
-def test_a_model_that_is_no_run_is_asked_and_rewarded_as_the_run_beside_it(ask, run, tiny, prompts, varied):
-    folder = run(f"--prompt-template <{{prompt}}> --system hello --max-new-tokens 3 --reward {varied} --steps 1")
-    said = ask(f"show --model {tiny} {folder} --data {prompts} --prompts 2")
+def test_a_model_that_is_not_a_run_gets_the_prompts_and_reward_of_the_run_next_to_it(
+        ask, run, tiny, prompts, varied):
+    folder = run("--prompt-template <{prompt}> --system hello --max-new-tokens 3 "
+                 f"--reward {varied} --steps 1")
+    output = ask(f"show --model {tiny} {folder} --data {prompts} --prompts 2")
     first = rows_of("prompts")[0]["prompt"]
-    assert f"system: hello\nuser: <{first}>\n" in said and said.count("system: hello") == 2
-    assert " 3 tokens, truncated" in said and " 4 tokens" not in said
-    rewards = [re.findall(r"→ reward (\S+),", line) for line in said.splitlines() if line.startswith(" →")]
-    assert {reward for pair in rewards for reward in pair} - {"0", "1"}, "these are no rewards of --reward exact"
+    assert f"system: hello\nuser: <{first}>\n" in output and output.count("system: hello") == 2
+    assert " 3 tokens, truncated" in output and " 4 tokens" not in output
+    rewards = [re.findall(r"→ reward (\S+),", line) for line in output.splitlines() if line.startswith(" →")]
+    # Rewards of --reward exact would be 0 or 1.
+    assert {reward for pair in rewards for reward in pair} - {"0", "1"}
 
 
-def test_prompts_that_differ_between_runs_stand_in_the_columns(ask, run, prompts):
+def test_prompts_that_differ_between_runs_are_shown_in_the_columns(ask, run, prompts):
     folders = [run(f"--prompt-template {around} --steps 1") for around in ("<{prompt}>", "[{prompt}]")]
-    said = ask(f"show --model {' '.join(map(str, folders))} --data {prompts} --prompts 1 --max-new-tokens 2")
+    models = " ".join(map(str, folders))
+    output = ask(f"show --model {models} --data {prompts} --prompts 1 --max-new-tokens 2")
     first = rows_of("prompts")[0]["prompt"]
-    assert re.search(rf"^ \(<{re.escape(first)}>\) +│ \(\[{re.escape(first)}\]\) *$", said, re.M)
+    assert re.search(rf"^ \(<{re.escape(first)}>\) +│ \(\[{re.escape(first)}\]\) *$", output, re.M)
 
 
 # chat.
@@ -113,12 +120,13 @@ def talk(monkeypatch, capsys):
     text."""
 
     def run(flags: str, *messages: str) -> tuple[str, list[tuple[str, str]]]:
-        heard, sample = [], humanline.sample
+        turns, sample = [], humanline.sample
         tokenizer = character_tokenizer()
 
         def listen(policy, prompts, *more):
             (drawn,) = sample(policy, prompts, *more)
-            heard.append(tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompts[0], drawn[0])))
+            turns.append(tuple(tokenizer.decode(ids, skip_special_tokens=True)
+                               for ids in (prompts[0], drawn[0])))
             return [drawn]
 
         lines = io.BytesIO("".join(f"{message}\n" for message in messages).encode())
@@ -126,37 +134,39 @@ def talk(monkeypatch, capsys):
             patch.setattr(humanline, "sample", listen)
             patch.setattr(sys, "stdin", io.TextIOWrapper(lines))
             status = evaluation.main(["chat", *flags.split()])
-        said = capsys.readouterr()
-        assert (status, said.err) == (0, "")
-        return said.out, heard
+        captured = capsys.readouterr()
+        assert (status, captured.err) == (0, "")
+        return captured.out, turns
 
     return run
 
 
 def test_a_chat_remembers_its_turns_until_it_is_reset(talk, talker):
-    said, heard = talk(f"--model {talker} --max-new-tokens 5", "1", "2", "", "/reset", "3")
-    (first, one), (second, two), (third, three) = heard
-    assert (first, second, third) == ("u:1;a:", f"u:1;a:{one};u:2;a:", "u:3;a:")
-    for answer in (one, two, three):
-        assert f"\n{talker}> {answer} [truncated after 5 tokens]\n" in said
-    assert "[new dialogue]" in said and one != three
-    assert talk(f"--model {talker} --max-new-tokens 5", "1", "2", "", "/reset", "3") == (said, heard)  # the seed's
+    output, turns = talk(f"--model {talker} --max-new-tokens 5", "1", "2", "", "/reset", "3")
+    (first, answer), (second, second_answer), (third, third_answer) = turns
+    assert (first, second, third) == ("u:1;a:", f"u:1;a:{answer};u:2;a:", "u:3;a:")
+    for text in (answer, second_answer, third_answer):
+        assert f"\n{talker}> {text} [truncated after 5 tokens]\n" in output
+    assert "[new dialogue]" in output and answer != third_answer
+    # the same seed gives the same answers
+    assert talk(f"--model {talker} --max-new-tokens 5", "1", "2", "", "/reset", "3") == (output, turns)
 
 
-def test_a_chat_is_asked_as_in_training(talk, talker, run, data_files):
+def test_a_chat_uses_the_prompt_settings_of_training(talk, talker, run, data_files):
     data = data_files["groups"]
     folder = run("--steps 1 --system be --prompt-template <{prompt}> --max-new-tokens 3",
                  flags=["--model", talker, "--data", data, "--batch-size", "2"])
-    _, ((first, one), (second, _)) = talk(f"--model {folder}", "1", "2")
-    assert first == "s:be;u:<1>;a:" and second == f"s:be;u:1;a:{one};u:<2>;a:" and len(one) <= 3
+    _, ((first, answer), (second, _)) = talk(f"--model {folder}", "1", "2")
+    assert first == "s:be;u:<1>;a:" and second == f"s:be;u:1;a:{answer};u:<2>;a:" and len(answer) <= 3
 
 
-def test_without_a_chat_template_each_text_is_continued_by_itself_which_is_said_once(talk, plain):
-    said, heard = talk(f"--model {plain} --max-new-tokens 4", "1", "2")
-    assert [prompt for prompt, _ in heard] == ["1", "2"] and said.count(f"{plain} has no chat template") == 1
+def test_without_a_chat_template_each_text_is_continued_alone_with_one_warning(talk, plain):
+    output, turns = talk(f"--model {plain} --max-new-tokens 4", "1", "2")
+    assert [prompt for prompt, _ in turns] == ["1", "2"]
+    assert output.count(f"{plain} has no chat template") == 1
 
 
-def test_an_answer_streams_and_ctrl_c_stops_it_alone(talk, talker, monkeypatch):
+def test_an_answer_streams_and_ctrl_c_stops_only_that_answer(talk, talker, monkeypatch):
     _, ((_, whole),) = talk(f"--model {talker} --max-new-tokens 9", "1")
     count, put = iter(range(1, 100)), transformers.TextStreamer.put
 
@@ -166,8 +176,9 @@ def test_an_answer_streams_and_ctrl_c_stops_it_alone(talk, talker, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(transformers.TextStreamer, "put", interrupted)
-    said, ((second, _),) = talk(f"--model {talker} --max-new-tokens 9", "1", "2")  # the stopped call returned nothing
-    partial, = re.findall(rf"{talker}> (.*) \[stopped\]", said)
+    # the stopped call returned nothing
+    output, ((second, _),) = talk(f"--model {talker} --max-new-tokens 9", "1", "2")
+    partial, = re.findall(rf"{talker}> (.*) \[stopped\]", output)
     assert partial and whole.startswith(partial) and partial != whole and second == f"u:1;a:{partial};u:2;a:"
 
 
@@ -180,24 +191,27 @@ def test_ctrl_c_at_the_prompt_ends_the_chat(talker, monkeypatch, capsys):
     assert evaluation.main(["chat", "--model", talker]) == 0 and capsys.readouterr().err == ""
 
 
-def test_a_dialogue_that_outgrows_the_model_begins_anew(talk, talker):
+def test_a_dialogue_too_long_for_the_model_starts_again(talk, talker):
     long = "1" * 30  # of 64 positions
-    said, heard = talk(f"--model {talker} --max-new-tokens 20", long, long, "2", "3" * 70, "4")
-    assert said.count("[the dialogue exceeds the model's 64 positions: starting a new one;") == 2
-    assert [prompt for prompt, _ in heard] == [f"u:{long};a:", "u:2;a:", "u:4;a:"]
+    output, turns = talk(f"--model {talker} --max-new-tokens 20", long, long, "2", "3" * 70, "4")
+    assert output.count("[the dialogue exceeds the model's 64 positions: starting a new one;") == 2
+    assert [prompt for prompt, _ in turns] == [f"u:{long};a:", "u:2;a:", "u:4;a:"]
 
 
-def test_a_chat_by_pipe_reads_any_bytes_and_ends_with_its_input(talker, tmp_path):
+def test_a_piped_chat_reads_any_bytes_and_ends_with_its_input(talker, tmp_path):
     line = [sys.executable, str(ROOT / "eval.py"), "chat", "--model", talker, "--max-new-tokens", "2"]
     done = subprocess.run(line, input=b"1\n\xff\n", capture_output=True, cwd=tmp_path, env={**os.environ})
-    said = done.stdout.decode()
-    assert (done.returncode, done.stderr) == (0, b"") and said.count(f"\n{talker}> ") == 2 and said.endswith("you> \n")
+    output = done.stdout.decode()
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert output.count(f"\n{talker}> ") == 2
+    assert output.endswith("you> \n")
 
 
-def test_a_template_that_refuses_the_dialogue_is_one_line(tiny, tmp_path, monkeypatch, capsys):
+def test_a_template_that_refuses_the_dialogue_gives_a_one_line_error(tiny, tmp_path, monkeypatch, capsys):
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     folder = with_template(tiny, refusal + TEMPLATE, tmp_path / "strict")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"1\n")))
     assert evaluation.main(["chat", "--model", folder, "--system", "be"]) == 2
-    assert re.fullmatch(r"eval\.py: error: .*the chat template rejected the dialogue: no system; try it without --system\n",
+    assert re.fullmatch(r"eval\.py: error: .*the chat template rejected the dialogue: no system; "
+                        r"try it without --system\n",
                         capsys.readouterr().err)

@@ -24,8 +24,9 @@ def elsewhere(tmp_path_factory, monkeypatch):
 
 # Data.
 
-@pytest.mark.parametrize("lines", ["a,b,c\nd,e\n", "a,b,c,d\na,b,c\n", "a,b,c\na,b,c,d\n", "a,b,c,d\na,b,c,d\n"])
-def test_a_csv_of_another_shape_is_one_line(tiny, tmp_path, capsys, lines):
+@pytest.mark.parametrize("lines", ["a,b,c\nd,e\n", "a,b,c,d\na,b,c\n", "a,b,c\na,b,c,d\n",
+                                   "a,b,c,d\na,b,c,d\n"])
+def test_a_csv_whose_rows_do_not_match_its_header_gives_a_one_line_error(tiny, tmp_path, capsys, lines):
     (tmp_path / "rows.csv").write_text(f"prompt,chosen,rejected\n{lines}")
     wrong = short_run(tiny, tmp_path / "rows.csv", "--loss dpo")
     assert "rows.csv" in complaint(wrong, tmp_path, capsys)
@@ -35,7 +36,7 @@ def test_a_csv_of_another_shape_is_one_line(tiny, tmp_path, capsys, lines):
     ("train.csv", "prompt,answer\n1+6=,007\nwhen?,NA\nday?,2024-01-08\n"),
     ("train.jsonl", "".join(json.dumps(dict(prompt=prompt, answer=answer)) + "\n" for prompt, answer in (
         ("1+6=", "007"), ("when?", "NA"), ("day?", "2024-01-08"))))])
-def test_a_folder_is_read_as_its_files_are(tmp_path, name, text):
+def test_a_folder_is_read_like_its_files(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     read = lambda spec: [row.fields for row in humanline.read_rows(str(spec), humanline.Config(), "--data")]
     assert read(tmp_path) == read(tmp_path / name)
@@ -65,33 +66,37 @@ TURNS = [dict(content="What is 1+1?", role="user")]
 
 
 @pytest.mark.parametrize("row, expected", [
-    (dict(prompt="a", completion="b", reward=1, tokens=[9, 3], logps=[5.0, -1.0]), "must be token ids and as many log-probs"),
+    (dict(prompt="a", completion="b", reward=1, tokens=[9, 3], logps=[5.0, -1.0]),
+     "must be token ids and as many log-probs"),
     (dict(prompt="a", completions=["b", "c"], scores=[0, 1e200]), "a score or label is 1e+200"),
     (dict(prompt="a", completion="b", label=4), "a label is 4; it must be 1 or true for a good"),
     (dict(prompt="a", completion="b", label="0.5"), "a label is '0.5'"),
     (dict(prompt="a", output_A="b", output_B="c", label="2"), "a label is '2'"),
     (dict(prompt="a", output_A="b", output_B="c", label=0.5), "a label is 0.5"),
-    (dict(prompt=json.dumps(TURNS), chosen="b", rejected="c"), "chat messages inside a string; save the rows as JSON lines"),
+    (dict(prompt=json.dumps(TURNS), chosen="b", rejected="c"),
+     "chat messages inside a string; save the rows as JSON lines"),
     (dict(prompt="a", chosen=str(TURNS), rejected="c"), "chat messages inside a string"),
 ])
-def test_a_row_that_would_be_misread_is_one_line(tiny, tmp_path, capsys, row, expected):
+def test_a_row_that_would_be_misread_gives_a_one_line_error(tiny, tmp_path, capsys, row, expected):
     data = write_jsonl(tmp_path / "rows.jsonl", [row])
     line = complaint(short_run(tiny, data), tmp_path, capsys)
     assert "row 1: " in line and expected in line
 
 
-def test_a_name_that_no_row_has_is_not_made_a_part_of_every_prompt(tiny, data_files, tmp_path, capsys):
+def test_a_prompt_template_field_that_no_row_has_is_refused(tiny, data_files, tmp_path, capsys):
     wrong = [*short_run(tiny, data_files["groups"]), "--prompt-template", "Solve: {prompt} {promt}"]
     assert "row 1: --prompt-template: no 'promt'; name columns" in complaint(wrong, tmp_path, capsys)
-    humanline.read_rows(data_files["groups"], humanline.Config(prompt_template="{answer}: {prompt}"), "--data")
+    humanline.read_rows(data_files["groups"], humanline.Config(prompt_template="{answer}: {prompt}"),
+                        "--data")
 
 
-def test_a_chat_template_that_drops_what_was_given_is_one_line(tiny, data_files, tmp_path, capsys):
+def test_a_chat_template_that_drops_a_message_gives_a_one_line_error(tiny, data_files, tmp_path, capsys):
     shutil.copytree(tiny, tmp_path / "model")
     template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}A:"
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     wrong = short_run(tmp_path / "model", data_files["groups"], "--system Rhyme!")
-    assert "row 1: the chat template of the model drops a message of its prompt" in complaint(wrong, tmp_path, capsys)
+    assert "row 1: the chat template of the model drops a message of its prompt" in complaint(
+        wrong, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("flags, rows, expected", [
@@ -100,22 +105,27 @@ def test_a_chat_template_that_drops_what_was_given_is_one_line(tiny, data_files,
     ("--loss dpo --batch-size 25", "pairs", "--batch-size 25: a step needs 25 prompts, pairs or examples"),
     ("--loss kto --sample-every 1 --batch-size 100", "prompts", "but --data has 24; lower it"),
 ])
-def test_a_batch_that_would_be_another_is_one_line(tiny, data_files, tmp_path, capsys, flags, rows, expected):
-    given = short_run(tiny, data_files[rows], f"--out {tmp_path / 'out'} {flags}")
-    assert expected in complaint(given, tmp_path, capsys)
+def test_a_batch_that_would_differ_from_what_was_asked_gives_a_one_line_error(
+        tiny, data_files, tmp_path, capsys, flags, rows, expected):
+    flags = short_run(tiny, data_files[rows], f"--out {tmp_path / 'out'} {flags}")
+    assert expected in complaint(flags, tmp_path, capsys)
 
 
 # Models.
 
 @pytest.mark.parametrize("spoil, expected", [
-    ("layers", "its config.json has no place for model.layers.1."), ("more", "its config.json has no place for model.extra"),
-    ("fewer", "its files lack model.norm.weight"), ("nan", "its logits or its weights contain NaN or infinity")])
-def test_weights_that_do_not_fit_are_one_line(tiny, data_files, tmp_path, capsys, spoil, expected):
+    ("layers", "its config.json has no place for model.layers.1."),
+    ("more", "its config.json has no place for model.extra"),
+    ("fewer", "its files lack model.norm.weight"),
+    ("nan", "its logits or its weights contain NaN or infinity")])
+def test_weights_that_do_not_fit_the_config_give_a_one_line_error(
+        tiny, data_files, tmp_path, capsys, spoil, expected):
     model = tmp_path / "model"
     shutil.copytree(tiny, model)
     weights = load_file(model / "model.safetensors")
     if spoil == "layers":
-        settings = json.loads((model / "config.json").read_text()) | dict(num_hidden_layers=1, layer_types=None)
+        settings = json.loads((model / "config.json").read_text()) | dict(
+            num_hidden_layers=1, layer_types=None)
         (model / "config.json").write_text(json.dumps(settings))
     elif spoil == "more":
         weights["model.extra.weight"] = torch.zeros(3)
@@ -130,7 +140,8 @@ def test_weights_that_do_not_fit_are_one_line(tiny, data_files, tmp_path, capsys
 # Resume, and the ranks.
 
 @pytest.mark.parametrize("changed", ["rows", "weights", "template", "reward", "sampler"])
-def test_a_resume_notices_what_else_its_rewards_and_weights_depend_on(run, tiny, varied, tmp_path, changed):
+def test_resuming_notices_changes_in_files_that_rewards_and_weights_depend_on(
+        run, tiny, varied, tmp_path, changed):
     rows = [dict(prompt=f"{i}+1=", answer=str(i)) for i in range(8)]
     data, model = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "model"
     shutil.copytree(tiny, model)
@@ -155,7 +166,7 @@ def test_a_resume_notices_what_else_its_rewards_and_weights_depend_on(run, tiny,
         run("--resume latest", flags=start, out=str(out))
 
 
-def test_a_stray_file_in_a_checkpoint_is_no_damage(run, tmp_path):
+def test_a_stray_file_in_a_checkpoint_is_not_damage(run, tmp_path):
     out = run("--save-every 3", out=str(tmp_path / "out"))
     shutil.rmtree(out / "final")
     for name in ("step-00000006", "step-00000003"):
@@ -164,7 +175,7 @@ def test_a_stray_file_in_a_checkpoint_is_no_damage(run, tmp_path):
     assert humanline.find_checkpoint(config, out).name == "step-00000006"
 
 
-def test_a_run_of_another_version_is_called_that(run, tiny, data_files, tmp_path, capsys):
+def test_a_run_of_another_version_is_reported_as_such(run, tiny, data_files, tmp_path, capsys):
     out = run("--save-every 3", out=str(tmp_path / "out"))
     shutil.rmtree(out / "final")
     checkpoint, settings = out / "checkpoint" / "step-00000006", out / "config.toml"
@@ -175,19 +186,23 @@ def test_a_run_of_another_version_is_called_that(run, tiny, data_files, tmp_path
     assert f"{checkpoint}: written by another version of humanline.py" in complaint(flags, tmp_path, capsys)
     settings.write_text(settings.read_text().replace("Format 1", "Format 0"))
     flags = short_run(tiny, data_files["groups"], f"--out {out} --resume latest")
-    assert "config.toml there was not written by this version of humanline.py" in complaint(flags, tmp_path, capsys)
+    assert "config.toml there was not written by this version of humanline.py" in complaint(
+        flags, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("flags, expected", [
-    ("--reward nosuchfile.py:f", "--reward nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function"),
-    ("--sampler nosuchfile.py:f", "--sampler nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function"),
+    ("--reward nosuchfile.py:f",
+     "--reward nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function"),
+    ("--sampler nosuchfile.py:f",
+     "--sampler nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function"),
     ("--eval-every 2", "--eval-every 2 needs data to measure on; add --eval-data"),
 ])
-def test_a_flag_that_would_do_nothing_is_one_line(tiny, data_files, tmp_path, capsys, flags, expected):
+def test_a_flag_that_would_do_nothing_gives_a_one_line_error(tiny, data_files, tmp_path, capsys, flags,
+                                                             expected):
     assert expected in complaint(short_run(tiny, data_files["groups"], flags), tmp_path, capsys)
 
 
-def test_measuring_on_prompts_of_the_training_data_is_warned_of(run, tiny, tmp_path, capsys):
+def test_evaluating_on_prompts_of_the_training_data_gives_a_warning(run, tiny, tmp_path, capsys):
     rows = [dict(prompt=f"{i}+1=", answer=str(i)) for i in range(8)]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     held = write_jsonl(tmp_path / "held.jsonl", rows[:3] + [dict(prompt="9+9=", answer="18")])
@@ -196,26 +211,33 @@ def test_measuring_on_prompts_of_the_training_data_is_warned_of(run, tiny, tmp_p
 
 
 @pytest.mark.parametrize("more", ["--seed 7", "--data other.jsonl"])
-def test_ranks_that_were_told_other_things_are_one_line(tiny, data_files, tmp_path, more):
+def test_ranks_with_different_flags_or_rows_give_a_one_line_error(tiny, data_files, tmp_path, more):
     shutil.copy(data_files["pairs"], tmp_path / "same.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "same.jsonl").read_text().splitlines()]
     write_jsonl(tmp_path / "other.jsonl", rows[::-1])
-    given = short_run(tiny, "same.jsonl", "--loss dpo --out out")
-    others = [flag if "--data" not in more else flag.replace("same", "other") for flag in given]
+    flags = short_run(tiny, "same.jsonl", "--loss dpo --out out")
+    others = [flag if "--data" not in more else flag.replace("same", "other") for flag in flags]
+    if "--data" not in more:
+        others += more.split()
     (tmp_path / "start.py").write_text(
-        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport humanline\nrank = int(os.environ['RANK'])\n"
-        f"sys.exit(humanline.main({others + ([] if '--data' in more else more.split())!r} if rank else {given!r}))\n")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "start.py"],
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport humanline\n"
+        f"rank = int(os.environ['RANK'])\nsys.exit(humanline.main({others!r} if rank else {flags!r}))\n")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                           "--nproc_per_node=2", "start.py"],
                           capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert done.returncode and "the ranks have different flags or rows" in done.stderr and "step" not in done.stdout
+    assert done.returncode
+    assert "the ranks have different flags or rows" in done.stderr
+    assert "step" not in done.stdout
     assert not (tmp_path / "out").exists()
 
 
-def test_completions_that_grow_are_no_collapse():
+def test_growing_completions_are_not_reported_as_a_collapse():
     grows, collapse = humanline.Watch(), humanline.Watch()
-    for step in range(100):  # log-probs of a token stay, and the completions come to have five times the tokens
+    # log-probs of a token stay, and the completions come to have five times the tokens
+    for step in range(100):
         assert not grows(dict(logp_wanted=-0.5, completion_length=4 + step / 5))
-    warnings = [collapse(dict(logp_wanted=-0.5 - max(0, step - 50) / 50, completion_length=4)) for step in range(100)]
+    warnings = [collapse(dict(logp_wanted=-0.5 - max(0, step - 50) / 50, completion_length=4))
+                for step in range(100)]
     assert sum(map(len, warnings)) == 1
 
 
@@ -232,24 +254,27 @@ ANSWERS = [  # what a model writes, the row's answer, and whether that is right
     ("I think 4 or 5", "5", 0), ("The answer is not 5", "5", 0), (r"\boxed{4\text{ or }5}", "5", 0),
     ("The answer is 2 or 3", "2 or 3", 1), ("it does not work without 5", "5", 1),
     (r"1\,1", "11", 0), (r"\boxed{1\,1}", "11", 0), (r"10\,000", "10000", 1), (r"10,\!000", "10000", 1),
-    ("1, 2, and 3", "1,2,3", 1), ("1, 2 and 3", "1,2,3", 1), ("1 1/2", "1.5", 1), ("1.5", "1 1/2", 1), ("-1 1/2", "-1.5", 1),
+    ("1, 2, and 3", "1,2,3", 1), ("1, 2 and 3", "1,2,3", 1), ("1 1/2", "1.5", 1), ("1.5", "1 1/2", 1),
+    ("-1 1/2", "-1.5", 1),
     ("2", ["2", "two"], 1), ("two", ["2", "two"], 1), ("3", ["2", "two"], 0)]
 
 
-def test_math_takes_what_is_said_and_no_more():
+def test_math_accepts_what_the_answer_says_and_no_more():
     process = humanline.FunctionProcess(str(ROOT / "configs" / "math_reward.py"), "math", 300)
     texts, answers, right = zip(*ANSWERS)
-    given = process([""] * len(texts), texts, [dict(answer=answer) for answer in answers])
-    assert list(zip(texts, given)) == list(zip(texts, right))
+    scores = process([""] * len(texts), texts, [dict(answer=answer) for answer in answers])
+    assert list(zip(texts, scores)) == list(zip(texts, right))
 
 
-def test_a_list_of_answers_means_any_of_them():
+def test_any_answer_of_a_list_is_accepted():
     row = dict(answer=["2", "two"])
     assert humanline.exact_reward([""] * 3, ["2", " two", "['2', 'two']"], [row] * 3) == [1, 1, 0]
 
 
-def test_a_measurement_is_not_written_over_a_file(tiny, data_files, tmp_path, capsys):
+def test_an_evaluation_does_not_overwrite_a_file(tiny, data_files, tmp_path, capsys):
     (tmp_path / "mine.jsonl").write_text("mine")
-    given = ["accuracy", "--model", tiny, "--data", data_files["prompts"], "--out", str(tmp_path / "mine.jsonl")]
-    assert evaluation.main(given) == 2 and "the file already exists; choose another name" in capsys.readouterr().err
+    flags = ["accuracy", "--model", tiny, "--data", data_files["prompts"], "--out",
+             str(tmp_path / "mine.jsonl")]
+    assert evaluation.main(flags) == 2
+    assert "the file already exists; choose another name" in capsys.readouterr().err
     assert (tmp_path / "mine.jsonl").read_text() == "mine"

@@ -28,7 +28,8 @@ def batch_of_doubles(loss: str, prompts: int) -> Batch:
 @pytest.mark.parametrize("loss, perception, prompts", [
     ("dpo", "clip", 1), ("dpo", "sample", 4), ("kto", "none", 1), ("kto", "sample", 4), ("grpo", "clip", 4),
     ("grpo", "sample", 1)])
-def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(tiny, loss, perception, prompts):
+def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(
+        tiny, loss, perception, prompts):
     kl_beta = 0.1 if loss == "grpo" else 0.0
     policy, _, config = policy_of(tiny, loss=loss, perception=perception, kl_beta=kl_beta)
     policy.double()
@@ -40,7 +41,8 @@ def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(ti
     config.shares_prompts = True
     counts, shared = [], []
     for config.microbatch_tokens in (1000, 55, 1):
-        assert torch.allclose(gradient(policy, batch, config), whole, rtol=1e-6, atol=1e-6 * float(whole.abs().max()))
+        assert torch.allclose(gradient(policy, batch, config), whole, rtol=1e-6,
+                              atol=1e-6 * float(whole.abs().max()))
         again = humanline.forward_backward(policy, batch, config)
         assert again == pytest.approx(report, rel=1e-6, abs=1e-12)
         [cuts] = humanline.cut(batch.sequences, config)
@@ -54,7 +56,7 @@ def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(ti
 
 
 @pytest.mark.parametrize("average", ["token", "sequence", "constant"])
-def test_grpo_averages_over_the_whole_batch_with_the_sequences_that_teach_nothing(tiny, average):
+def test_grpo_averages_over_the_whole_batch_including_idle_sequences(tiny, average):
     policy, _, config = policy_of(tiny, average=average, epsilon=0.1, epsilon_high=0.4, microbatch_tokens=30,
                                   max_new_tokens=11)
     batch = random_batch("grpo")
@@ -75,7 +77,7 @@ def test_grpo_averages_over_the_whole_batch_with_the_sequences_that_teach_nothin
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_sampling_rejects_with_the_gammas_betas_and_seed_of_the_settings(tiny, loss):
+def test_sampling_rejects_with_the_configured_gammas_betas_and_seed(tiny, loss):
     betas = dict(gamma_p=0.3, gamma_r=0.1, beta_p=0.7, beta_r=1.4)
     policy, _, config = policy_of(tiny, loss=loss, perception="sample", seed=5, **betas)
     batch = random_batch(loss)
@@ -83,23 +85,25 @@ def test_sampling_rejects_with_the_gammas_betas_and_seed_of_the_settings(tiny, l
     d = torch.cat([logps - sequence.ref_logps
                    for sequence, logps in zip(batch.sequences, logps_of(policy, batch.sequences))])
     generator = torch.Generator().manual_seed(humanline.seed_for(5, "reject", 3))
-    verdicts = humanline.humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), **betas, generator=generator)
+    verdicts = humanline.humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), **betas,
+                                            generator=generator)
     report = humanline.forward_backward(policy, batch, config)
     for name, verdict in (("clamped_low", -1), ("unclamped", 0), ("clamped_high", 1)):
         assert 0 < report[name] == pytest.approx((verdicts == verdict).double().mean().item()), name
 
 
-def test_a_batch_of_one_kind_or_of_nothing_is_a_step_like_any_other(tiny):
+def test_a_batch_of_one_kind_and_an_empty_batch_can_be_trained_on(tiny):
     policy, _, config = policy_of(tiny, loss="kto", perception="clip")
     batch = random_batch("kto")
-    batch.sequences, batch.mismatched = [sequence for sequence in batch.sequences if not sequence.is_chosen], []
+    batch.sequences = [sequence for sequence in batch.sequences if not sequence.is_chosen]
+    batch.mismatched = []
     assert 0 < humanline.forward_backward(policy, batch, config)["loss"] < 1
     for perception in ("clip", "sample"):
         empty = Config(loss="dpo", perception=perception)
         assert humanline.forward_backward(policy, Batch(1, [], [], 0.5), empty)["loss"] == 0
 
 
-def test_the_policys_log_probs_are_reported_of_all_and_of_wanted_completions(tiny):
+def test_log_probs_of_the_policy_are_reported_for_all_and_for_wanted_completions(tiny):
     policy, _, config = policy_of(tiny, loss="grpo", perception="none")
     batch = random_batch("grpo")
     batch.sequences[2].is_idle = True  # it teaches nothing, and is left out
@@ -112,7 +116,7 @@ def test_the_policys_log_probs_are_reported_of_all_and_of_wanted_completions(tin
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
-def test_implicit_rewards_are_of_what_is_perceived_and_ess_of_the_samplers_importance_weights(tiny, loss):
+def test_implicit_rewards_are_of_perceived_log_ratios_and_ess_of_the_importance_weights(tiny, loss):
     policy, _, config = policy_of(tiny, loss=loss, beta=0.3, log_eps_p=-0.5, log_eps_r=0.8)
     batch = random_batch(loss)
     rewards, weights = {True: [], False: []}, []
@@ -123,7 +127,8 @@ def test_implicit_rewards_are_of_what_is_perceived_and_ess_of_the_samplers_impor
     report = humanline.forward_backward(policy, batch, config)
     assert report["reward_chosen"] == pytest.approx(fmean(rewards[True]), rel=1e-4)
     assert report["reward_rejected"] == pytest.approx(fmean(rewards[False]), rel=1e-4)
-    assert report["ess"] == pytest.approx(fmean(weights) ** 2 / fmean(weight**2 for weight in weights), rel=1e-4)
+    assert report["ess"] == pytest.approx(fmean(weights) ** 2 / fmean(weight**2 for weight in weights),
+                                          rel=1e-4)
 
 
 def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
@@ -142,7 +147,7 @@ def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", ["--sync-k 2", "--sync-k 2 --sample-every 3"])
-def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch, flags):
+def test_a_sync_looks_ahead_only_to_the_next_sync(run, monkeypatch, flags):
     computed, sequence_logps = [], humanline.sequence_logps
 
     def note(policy, sequences, config):
@@ -155,7 +160,8 @@ def test_a_sync_looks_ahead_to_the_next_one_and_no_further(run, monkeypatch, fla
 
 
 RESUMED = [
-    ("--loss dpo --sync-k 4 --perception sample", 2), ("--loss kto --no-humanline", 3), ("--sync-k 3 --positive-only", 5),
+    ("--loss dpo --sync-k 4 --perception sample", 2), ("--loss kto --no-humanline", 3),
+    ("--sync-k 3 --positive-only", 5),
     ("--loss kto --sync-k 6 --log-eps-p -0.02", 3),  # whose z0 is not 0
     ("--loss grpo --sample-every 4 --sync-k 3", 5), ("--loss dpo --sample-every 1 --sync-k 3", 2),
     ("--loss kto --sample-every 3 --no-humanline", 5), ("--loss dpo --sample-every 3 --sync-k 7", 2),
@@ -163,14 +169,14 @@ RESUMED = [
 
 
 @pytest.mark.parametrize("flags, stop", RESUMED, ids=[flags for flags, _ in RESUMED])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, flags, stop):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(run, flags, stop):
     flags += " --steps 8 --save-every 1 --keep 9"
     whole = run(flags)
     resumed = run(f"{flags} --resume {whole}/checkpoint/step-{stop:08d}")
     assert timeless(resumed) == timeless(whole)[stop:] and same_weights(resumed, whole)
 
 
-def test_resume_starts_afresh_where_there_is_no_checkpoint_and_skips_a_damaged_one(run, tmp_path, capsys):
+def test_resume_starts_from_scratch_without_a_checkpoint_and_skips_a_damaged_one(run, tmp_path, capsys):
     out = str(tmp_path / "out")
     folder = run("--steps 4 --save-every 1 --keep 3 --resume latest", out=out)
     whole = (folder / "final" / "model.safetensors").read_bytes()
@@ -201,7 +207,7 @@ def test_only_what_changes_no_result_may_differ_in_a_resumed_run(run, tmp_path, 
             run(f"--steps 4 --save-every 2 --resume latest {flags}", out=out)
 
 
-def test_a_nan_is_one_line_and_status_1_and_leaves_the_last_checkpoint(
+def test_a_nan_gives_a_one_line_error_and_exit_status_1_and_keeps_the_last_checkpoint(
         tiny, data_files, tmp_path, monkeypatch, capsys):
     out, calls = tmp_path / "out", itertools.count(1)
     forward = humanline.forward_backward

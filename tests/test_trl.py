@@ -17,7 +17,8 @@ K, STEPS = 2, 5
 
 
 def lines() -> str:
-    return re.search(r"```python\n(.*?)```", (ROOT / "configs" / "trl.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    return re.search(r"```python\n(.*?)```", (ROOT / "configs" / "trl.md").read_text(encoding="utf-8"),
+                     re.DOTALL)[1]
 
 
 def weights(model) -> list[torch.Tensor]:
@@ -27,10 +28,11 @@ def weights(model) -> list[torch.Tensor]:
 def train(tiny, tmp_path, code: str):
     """Run the code for five steps. Returns the log, and the weights of policy and reference at the start of
     each step."""
-    settings = dict(output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=STEPS, learning_rate=1e-2,
-                    logging_steps=1, ref_model_sync_steps=K, report_to=[], save_strategy="no", use_cpu=True, bf16=False,
-                    disable_tqdm=True, seed=0)
-    names = dict(model=tiny, args=trl.DPOConfig(**settings), dataset=datasets.Dataset.from_list(rows_of("pairs", 24)))
+    settings = dict(output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=STEPS,
+                    learning_rate=1e-2, logging_steps=1, ref_model_sync_steps=K, report_to=[],
+                    save_strategy="no", use_cpu=True, bf16=False, disable_tqdm=True, seed=0)
+    names = dict(model=tiny, args=trl.DPOConfig(**settings),
+                 dataset=datasets.Dataset.from_list(rows_of("pairs", 24)))
     exec(code, names)
     trainer, seen = names["trainer"], []
 
@@ -48,8 +50,9 @@ def test_the_first_loss_is_log_2_and_a_sync_takes_the_policy_of_the_step_before(
     assert len(lines().splitlines()) <= 15
     log, seen = train(tiny, tmp_path, lines())
     assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert all(line["grad_norm"] > 0 for line in log) and log[1]["loss"] != pytest.approx(math.log(2), abs=1e-4)
-    same = lambda a, b: all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert all(line["grad_norm"] > 0 for line in log)
+    assert log[1]["loss"] != pytest.approx(math.log(2), abs=1e-4)
+    same = lambda a, b: all(torch.equal(*pair) for pair in zip(a, b, strict=True))
     policies = [policy for policy, _ in seen]
     assert not any(same(a, b) for a, b in zip(policies, policies[1:]))
     for step, (_, reference) in enumerate(seen):
@@ -71,8 +74,10 @@ def test_log_ratios_outside_the_clip_pass_no_gradient_and_inside_it_change_nothi
     assert plain[-1]["loss"] != train(tiny, tmp_path, lines())[0][-1]["loss"]
 
 
-def test_without_clip_and_sync_the_lines_are_trls_own_dpo(tiny, tmp_path):
-    code = lines().replace("-1.5, 1.5", "-1e6, 1e6").replace("ref_model_sync_steps == 0", "ref_model_sync_steps == -1")
+def test_without_clip_and_sync_the_lines_equal_plain_trl_dpo(tiny, tmp_path):
+    code = lines().replace("-1.5, 1.5", "-1e6, 1e6")
+    code = code.replace("ref_model_sync_steps == 0", "ref_model_sync_steps == -1")
     ours = train(tiny, tmp_path, code)[0]
-    theirs = train(tiny, tmp_path, "import trl\ntrainer = trl.DPOTrainer(model, args=args, train_dataset=dataset)")[0]
+    code = "import trl\ntrainer = trl.DPOTrainer(model, args=args, train_dataset=dataset)"
+    theirs = train(tiny, tmp_path, code)[0]
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], abs=1e-5)

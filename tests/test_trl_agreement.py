@@ -24,7 +24,8 @@ from trl.trainer import grpo_trainer
 import humanline
 from humanline import Batch
 
-LR, EPS, NORM = 3e-3, 1e-5, 0.2  # at AdamW's own epsilon, 1e-8, a step would make noise of gradients that are all but 0
+# at AdamW's own epsilon, 1e-8, a step would make noise of gradients that are all but 0
+LR, EPS, NORM = 3e-3, 1e-5, 0.2
 Weights = dict[str, torch.Tensor]
 
 
@@ -32,9 +33,11 @@ def copy_of(model) -> Weights:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def run_ours(monkeypatch, tiny, out, rows: list[dict], flags: str) -> tuple[list[Weights], list[Batch], list[dict]]:
-    """Returns the weights before each step and after the last one, the batches, whose sequences know their row,
-    and the metrics."""
+def run_ours(
+    monkeypatch, tiny, out, rows: list[dict], flags: str
+) -> tuple[list[Weights], list[Batch], list[dict]]:
+    """Returns the weights before each step and after the last one, the batches (whose sequences know their
+    row) and the metrics."""
     weights, batches, row_of_prompt = [], [], {}
     forward_backward, make_units = humanline.forward_backward, humanline.make_units
 
@@ -49,8 +52,8 @@ def run_ours(monkeypatch, tiny, out, rows: list[dict], flags: str) -> tuple[list
             sequence.row = row_of_prompt[tuple(sequence.prompt)]
         return forward_backward(policy, batch, *args)
 
-    common = (f"--model {tiny} --data {write_jsonl(out / 'rows.jsonl', rows)} --no-humanline --warmup 0 --lr {LR} "
-              f"--adam-eps {EPS} --max-grad-norm {NORM} --out {out / 'run'}")
+    common = (f"--model {tiny} --data {write_jsonl(out / 'rows.jsonl', rows)} --no-humanline "
+              f"--warmup 0 --lr {LR} --adam-eps {EPS} --max-grad-norm {NORM} --out {out / 'run'}")
     with monkeypatch.context() as patch:
         patch.setattr(humanline, "forward_backward", watched)
         patch.setattr(humanline, "make_units", noted)
@@ -69,10 +72,10 @@ def dataset(rows: list[dict], order: list[int]):
 
 
 def settings(out, steps: int, batch_size: int) -> dict:
-    return dict(output_dir=str(out), max_steps=steps, per_device_train_batch_size=batch_size, learning_rate=LR,
-                lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_epsilon=EPS, max_grad_norm=NORM,
-                gradient_checkpointing=False, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
-                logging_steps=1, disable_tqdm=True)
+    return dict(output_dir=str(out), max_steps=steps, per_device_train_batch_size=batch_size,
+                learning_rate=LR, lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0,
+                adam_epsilon=EPS, max_grad_norm=NORM, gradient_checkpointing=False, use_cpu=True, bf16=False,
+                report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True)
 
 
 def distance(ours: Weights, theirs: Weights) -> float:
@@ -186,7 +189,8 @@ def test_grpo_with_kl_steps_to_trls_weights(monkeypatch, tiny, tmp_path, varied,
 
 def test_dpo_steps_to_trls_weights(monkeypatch, tiny, tmp_path):
     rows = rows_of("pairs", 12)
-    ours, batches, metrics = run_ours(monkeypatch, tiny, tmp_path, rows, "--loss dpo --batch-size 6 --steps 2")
+    ours, batches, metrics = run_ours(monkeypatch, tiny, tmp_path, rows,
+                                      "--loss dpo --batch-size 6 --steps 2")
     order = [sequence.row for batch in batches for sequence in batch.sequences[::2]]
     args = trl.DPOConfig(**settings(tmp_path / "theirs", 2, 6), train_sampling_strategy="sequential")
     check_same(ours, metrics, trl.DPOTrainer(tiny, args=args, train_dataset=dataset(rows, order)))
@@ -199,7 +203,8 @@ def test_kto_steps_to_trls_weights(monkeypatch, tiny, tmp_path, desirable, undes
     both are set."""
     rows, count = rows_of("labels", 12), 6
     ours, batches, metrics = run_ours(
-        monkeypatch, tiny, tmp_path, rows, f"--loss kto --batch-size {count} --steps 2 --desirable-weight {desirable} "
+        monkeypatch, tiny, tmp_path, rows,
+        f"--loss kto --batch-size {count} --steps 2 --desirable-weight {desirable} "
         f"--undesirable-weight {undesirable}")
     order = [sequence.row for batch in batches for sequence in reversed(batch.sequences)]
     args = trl.KTOConfig(**settings(tmp_path / "theirs", 2, count), desirable_weight=desirable,

@@ -25,7 +25,7 @@ def warnings_of(capsys, words: str = "warning") -> list[str]:
 
 # The final folder, and what a killed run left.
 
-def test_unfinished_folders_of_a_killed_run_go_when_it_is_resumed(run, tmp_path):
+def test_unfinished_folders_of_a_killed_run_are_removed_on_resume(run, tmp_path):
     out = tmp_path / "out"
     run("--steps 4 --save-every 2", out=str(out))
     shutil.rmtree(out / "final")
@@ -42,7 +42,8 @@ def test_unfinished_folders_of_a_killed_run_go_when_it_is_resumed(run, tmp_path)
     ("{% for message in %}", "its chat template fails"),
     ("{{ messages.__class__.__base__ }}", "its chat template fails: access to attribute '__class__'"),
     ("{% if messages|length == 1 %}{{ raise_exception('not today') }}{% endif %}", "not today")])
-def test_a_chat_template_that_fails_is_one_line(tiny, data_files, tmp_path, capsys, template, expected):
+def test_a_chat_template_that_fails_gives_a_one_line_error(tiny, data_files, tmp_path, capsys, template,
+                                                           expected):
     shutil.copytree(tiny, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     line = complaint(["--model", str(tmp_path / "model"), "--data", data_files["groups"]], tmp_path, capsys)
@@ -55,10 +56,11 @@ def test_csv_and_json_values_stay_as_they_are_written(tmp_path):
     assert [row.fields["answer"] for row in rows] == ["007", "2024-01-08", "1e5"]
     assert rows[2].prompt[0]["content"] == "a,\nb"
     (tmp_path / "rows.json").write_text(json.dumps([dict(prompt="x", answer=5), dict(prompt="y", answer=6)]))
-    assert [row.fields["answer"] for row in humanline.read_rows(str(tmp_path / "rows.json"), Config(), "--data")] == [5, 6]
+    rows = humanline.read_rows(str(tmp_path / "rows.json"), Config(), "--data")
+    assert [row.fields["answer"] for row in rows] == [5, 6]
 
 
-def test_a_group_without_a_difference_has_no_advantage_though_its_mean_is_rounded():
+def test_a_group_without_a_difference_has_no_advantage_even_if_its_mean_is_rounded():
     group = Group(0, [1], [[2]] * 8, [0.1] * 8)  # eight times 0.1 is less than 0.8
     humanline.make_units([group], Config())
     assert {sequence.advantage for sequence in group.sequences} == {0.0}
@@ -74,7 +76,8 @@ PAIR = dict(chosen="a", rejected="b")
     ("dpo", PAIR, "--dtype bfloat16 --lr 1e-5", "at --lr 1e-05 most updates are too small for bf16 weights"),
     ("dpo", PAIR, "--dtype bfloat16", ""),
 ])
-def test_what_is_hardly_meant_costs_one_warning(tiny, tmp_path, capsys, loss, rows, flags, words):
+def test_a_setting_that_is_hardly_intended_gives_one_warning(tiny, tmp_path, capsys, loss, rows, flags,
+                                                             words):
     path = write_jsonl(tmp_path / "rows.jsonl", [dict(rows, prompt=f"{i}") for i in range(4)])
     train(short_run(tiny, path, f"--out {tmp_path}/out --loss {loss} --batch-size 1 --steps 1 {flags}"))
     warned = warnings_of(capsys)
@@ -84,7 +87,8 @@ def test_what_is_hardly_meant_costs_one_warning(tiny, tmp_path, capsys, loss, ro
 # Rewards.
 
 def test_a_reward_that_fails_on_every_sample_stops_the_run_at_once(tiny, data_files, tmp_path, capsys):
-    (tmp_path / "wrong.py").write_text("def wrong(prompts, completions, rows):\n    return lenght(completions)\n")
+    (tmp_path / "wrong.py").write_text(
+        "def wrong(prompts, completions, rows):\n    return lenght(completions)\n")
     flags = f"--sample-every 1 --reward {tmp_path}/wrong.py:wrong --out {tmp_path}/out"
     assert humanline.main(short_run(tiny, data_files["prompts"], flags)) == 2
     error = capsys.readouterr().err
@@ -92,7 +96,7 @@ def test_a_reward_that_fails_on_every_sample_stops_the_run_at_once(tiny, data_fi
     assert "Traceback" not in error
 
 
-def test_a_reward_file_may_have_the_name_of_a_module_of_pythons(tiny, data_files, tmp_path):
+def test_a_reward_file_may_have_the_name_of_a_python_module(tiny, data_files, tmp_path):
     (tmp_path / "json.py").write_text("def one(prompts, completions, rows):\n    return [1.0] * len(rows)\n")
     flags = f"--sample-every 1 --steps 1 --reward {tmp_path}/json.py:one --out {tmp_path}/out"
     train(short_run(tiny, data_files["prompts"], flags))
@@ -101,11 +105,11 @@ def test_a_reward_file_may_have_the_name_of_a_module_of_pythons(tiny, data_files
 
 # Stopping and resuming.
 
-def test_a_resumed_run_knows_what_was_measured_and_leaves_damaged_lines_out(tiny, data_files, tmp_path, varied):
+def test_a_resumed_run_knows_earlier_measurements_and_skips_damaged_lines(tiny, data_files, tmp_path, varied):
     out = tmp_path / "out"
     flags = short_run(tiny, data_files["prompts"],
-                      f"--no-humanline --sample-every 1 --reward {varied} --eval-data {data_files['prompts']} "
-                      f"--eval-every 1 --save-every 2 --out {out}")
+                      f"--no-humanline --sample-every 1 --reward {varied} "
+                      f"--eval-data {data_files['prompts']} --eval-every 1 --save-every 2 --out {out}")
     first = train(flags)
     shutil.rmtree(out / "final")
     lines = (out / "metrics.jsonl").read_bytes().splitlines()
@@ -116,7 +120,7 @@ def test_a_resumed_run_knows_what_was_measured_and_leaves_damaged_lines_out(tiny
         assert second.latest[name] == first.latest[name]
 
 
-def test_a_run_that_starts_afresh_keeps_what_it_drew_before(run, tmp_path, capsys):
+def test_a_run_that_starts_again_keeps_its_earlier_rollouts(run, tmp_path, capsys):
     out = run("--sample-every 1 --save-every 0", data="prompts", out=str(tmp_path / "out"))
     shutil.rmtree(out / "final")
     drawn = (out / "rollouts.jsonl").read_bytes()
@@ -126,12 +130,13 @@ def test_a_run_that_starts_afresh_keeps_what_it_drew_before(run, tmp_path, capsy
     assert f"its old log is now {kept}" in capsys.readouterr().err
 
 
-def test_a_run_taken_back_to_an_earlier_checkpoint_drops_the_later_ones(tiny, data_files, tmp_path):
+def test_resuming_from_an_earlier_checkpoint_removes_the_later_ones(tiny, data_files, tmp_path):
     out = tmp_path / "out"
     flags = short_run(tiny, data_files["groups"], f"--out {out} --save-every 2 --keep 9")
     train([*flags, "--steps", "6"])
     shutil.rmtree(out / "final")
-    train([*flags, "--steps", "6", "--save-every", "5", "--resume", str(out / "checkpoint" / "step-00000002")])
+    train([*flags, "--steps", "6", "--save-every", "5", "--resume",
+           str(out / "checkpoint" / "step-00000002")])
     saved = sorted(path.name for path in (out / "checkpoint").glob("step-*"))
     assert saved == ["step-00000002", "step-00000004", "step-00000005"]
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5, 6]
@@ -139,9 +144,11 @@ def test_a_run_taken_back_to_an_earlier_checkpoint_drops_the_later_ones(tiny, da
 
 # Memory.
 
-@pytest.mark.parametrize("where", ["humanline.take_log_ratios", "torch.optim.AdamW.step", "transformers.LlamaForCausalLM.to",
+@pytest.mark.parametrize("where", ["humanline.take_log_ratios", "torch.optim.AdamW.step",
+                                   "transformers.LlamaForCausalLM.to",
                                    "transformers.LlamaForCausalLM.generate"])
-def test_without_memory_the_run_ends_in_one_line(tiny, data_files, tmp_path, capsys, monkeypatch, varied, where):
+def test_a_lack_of_memory_ends_the_run_with_a_one_line_error(tiny, data_files, tmp_path, capsys, monkeypatch,
+                                                             varied, where):
     def no_memory(*args, **more):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -149,10 +156,11 @@ def test_without_memory_the_run_ends_in_one_line(tiny, data_files, tmp_path, cap
     flags = f"--sample-every 1 --reward {varied} --microbatch-tokens 600 --out {tmp_path}/out"
     assert humanline.main(short_run(tiny, data_files["prompts"], flags)) == 1
     [stopped] = warnings_of(capsys, "stopped")
-    assert "CUDA out of memory" in stopped and "try --microbatch-tokens 300, a lower --sample-tokens" in stopped
+    assert "CUDA out of memory" in stopped
+    assert "try --microbatch-tokens 300, a lower --sample-tokens" in stopped
 
 
-def test_an_illegal_access_is_no_lack_of_memory_and_a_lack_without_a_word_is_named(monkeypatch, capsys):
+def test_an_illegal_access_is_not_reported_as_a_lack_of_memory_and_an_unnamed_lack_is(monkeypatch, capsys):
     def fail(config):
         raise error
 
@@ -182,6 +190,7 @@ def test_a_rank_that_fails_on_a_gpu_ends_at_once(monkeypatch):
         humanline.main(["--batch-size", "0"])
 
 
-def test_ranks_of_which_one_cannot_share_prompts_all_do_without(tiny, data_files, tmp_path, monkeypatch):
-    monkeypatch.setattr(humanline, "gather_from_ranks", lambda value: [value, False] if value is True else [value])
+def test_if_one_rank_cannot_share_prompts_no_rank_does(tiny, data_files, tmp_path, monkeypatch):
+    monkeypatch.setattr(humanline, "gather_from_ranks",
+                        lambda value: [value, False] if value is True else [value])
     assert not train(short_run(tiny, data_files["groups"], f"--out {tmp_path}/out")).config.shares_prompts
