@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "configs" / "demo"
 sys.path.append(str(ROOT))
-from humanline import seed_for  # of the order of its rows, and of its rejections
+from humanline import seed_for  # so that both shuffle and reject alike
 
 @dataclass
 class Settings:
@@ -46,7 +46,7 @@ class Settings:
     sample_every: int = 0
     temperature: float = 1.0  # offline it stays 1
     steps: int = 64
-    batch_size: int = 32  # online it counts prompts, for KTO too
+    batch_size: int = 32  # online it counts prompts; humanline.py counts completions for KTO
     lr: float = 8e-4
     warmup: float = 0.1
     weight_decay: float = 0.0
@@ -74,7 +74,7 @@ class Sample:
 def train(policy, tokenizer, rows, draw):
     """Train the policy in place. Online, draw(policy, tokenizer, row, step) gives a row's rollouts."""
     reference = frozen(policy)  # π_ref: the policy as of the last sync
-    old_policy = reference  # π_old: it drew the completions; offline the initial policy stands in
+    old_policy = reference  # π_old drew the completions; offline: the initial policy instead
     optimizer = torch.optim.AdamW(policy.parameters(), eps=config.adam_eps, weight_decay=config.weight_decay)
     size = config.batch_size
     if not config.sample_every:
@@ -89,14 +89,14 @@ def train(policy, tokenizer, rows, draw):
             here = slice(start, start + config.sample_every * size)
             units[here] = make_units([draw(policy, tokenizer, row, step) for row in units[here]])
         batch = sum(units[start : start + size], [])
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=False)  # so that a step without a batch has gradients, too
         if batch:
             mean_loss(policy, old_policy, reference, batch, step).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
         if config.sync_k and step % config.sync_k == 0:  # before the update: it lags by one step
             reference = frozen(policy)
         warmup = math.ceil(config.warmup * config.steps)
-        optimizer.param_groups[0]["lr"] = config.lr * min(1, step / warmup)
+        optimizer.param_groups[0]["lr"] = config.lr * min(1, step / max(1, warmup))
         optimizer.step()
 
 def frozen(model):
@@ -145,7 +145,7 @@ def perceive(d, mask, step):
     ratio = d[mask].detach().exp()
     torch.manual_seed(seed_for(0, "reject", step))
     is_unlikely = ratio < ratio.max() * Beta(0.5, 1.0).sample(ratio.shape)
-    is_likely = ratio.min() < ratio * Beta(0.01, 1.0).sample(ratio.shape)
+    is_likely = 1 / ratio < (1 / ratio).max() * Beta(0.01, 1.0).sample(ratio.shape)
     rejected = mask.clone()
     rejected[mask] = is_unlikely | is_likely
     return torch.where(rejected, d.detach(), d)

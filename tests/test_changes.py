@@ -36,11 +36,11 @@ METRIC = """
         "grew": (x.log_ratio > 0, x.mask),
 """
 DPO_WITH_KL = """
-    if config.rpo_alpha:
+    losses = dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
 """, """
+    losses = dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
     if config.kl_beta:  # else nothing asks for d
         losses = losses + config.kl_beta * token_kl(x.d).sum(-1).view(-1, 2).sum(-1)
-    if config.rpo_alpha:
 """
 DPO_SETTINGS = 'settings="beta rpo_alpha"', 'settings="beta rpo_alpha kl_beta"'
 BEST_OF_TWO = """

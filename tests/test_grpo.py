@@ -46,7 +46,7 @@ def test_no_unneeded_log_probs_are_computed(run, monkeypatch, flags, names):
 
 def test_stored_reference_weights_can_be_swapped_in_and_out(tiny):
     policy, _, config = policy_of(tiny, sample_every=4, kl_beta=0.1, humanline=False)
-    batches = types.SimpleNamespace(steps=8, made_until=0, ahead=lambda until: [])
+    batches = types.SimpleNamespace(steps=8, made_until=0, pending=[], make=lambda until: None)
     reference = humanline.Reference(policy, batches, config)
     initial = weights_of(policy)
     reference.sync(0)

@@ -193,7 +193,7 @@ def test_resume_starts_from_scratch_without_a_checkpoint_and_skips_a_damaged_one
 
 
 @pytest.mark.parametrize("flags, expected", [
-    ("--lr 0.5", "the run has --lr 0.01, not 0.5"), ("--sync-k 2", "the run has --sync-k 1, not 2"),
+    ("--lr 0.5", "the run has --lr 0.01, not 0.5"), ("--sync-k 2", "the run has --sync-k 24, not 2"),
     ("--steps 3", "the run has --steps 4, not 3"), ("--steps 6", "the run has --steps 4, not 6"),
     ("--keep 1 --microbatch-tokens 99", None)])
 def test_only_what_changes_no_result_may_differ_in_a_resumed_run(run, tmp_path, flags, expected):
