@@ -42,7 +42,7 @@ RUNS = {  # additional flags; "2 ranks" or "resumed" in a name determines how th
     "dpo offline": "--loss dpo --sync-k 3",
     "dpo online": "--loss dpo --sync-k 2 --sample-every 1",
     "dpo online, every 3": "--loss dpo --sync-k 2 --sample-every 3",
-    "dpo defaults, pairs": "--loss dpo --data ../pairs.jsonl",
+    "dpo pairs": "--loss dpo --sync-k 1 --data ../pairs.jsonl",
     "dpo baseline": "--loss dpo --no-humanline",
     "dpo perception sample": "--loss dpo --sync-k 4 --perception sample",
     "dpo weight decay": "--loss dpo --sync-k 3 --weight-decay 0.1",
