@@ -15,8 +15,8 @@ from conftest import ROOT, rows_of, write_jsonl
 import bases
 import eval as evaluation
 import experiments
+import first_real
 import humanline
-import real
 import reproduce
 from experiments import FORMS_OF, TASKS, Run
 from reproduce import HUMANLINE, TAPERED
@@ -100,21 +100,6 @@ def test_exact_pass_is_what_samples_tend_to(tiny):
         assert probability == pytest.approx(chance, rel=1e-4)
 
 
-def test_a_real_run_is_measured_and_its_distance_from_the_base_is_that_of_its_log_probs(tiny, tmp_path, monkeypatch):
-    for name in ("topics", "topics-test"):
-        write_jsonl(tmp_path / f"{name}.jsonl", rows_of("prompts", 8))
-    reward = "def sentiment(prompts, completions, rows):\n  return [len(text) / 40 for text in completions]\n"
-    (tmp_path / "rewards.py").write_text(reward)
-    monkeypatch.setattr(real, "CONFIGS", tmp_path)
-    monkeypatch.setattr(real, "STEPS", (0, 2, 4))
-    real.base_sampler.cache_clear()
-    found = real.train("sentiment --loss grpo --batch-size 2 --sync-k 2 --lr 3e-2 --seed 1", tiny, tmp_path)
-    drawn = [json.loads(line) for line in (tmp_path / "sentiment-1.jsonl").read_text().splitlines()]
-    assert len(drawn) == 8 * 8 and all(len(line["tokens"]) == len(line["logps"]) for line in drawn)
-    assert abs(found["kl 0"]) < 1e-3 < found["kl 4"] and found["samples"].keys() >= {"worst", "median", "best"}
-    real.base_sampler.cache_clear()
-
-
 # The estimates.
 
 def test_an_estimate_is_students_t_and_a_pair_takes_away_the_luck_of_its_seed():
@@ -166,9 +151,9 @@ def test_holm_multiplies_by_what_is_left_and_keeps_the_order():
 def test_between_two_measurements_a_reward_levels_off():
     run = {"kl 0": 0.0, "reward 0": 0.2, "kl 8": 2.0, "reward 8": 0.6, "kl 16": 18.0, "reward 16": 0.9}
     for kl, reward in ((2.0, 0.6), (18.0, 0.9), (10.0, 0.8)):  # 1 - sqrt(0.4 · 0.1); a line: 0.75
-        assert real.reward_at(run, kl) == pytest.approx(reward)
+        assert first_real.reward_at(run, kl) == pytest.approx(reward)
     for kl in (1.0, 18.1):
-        assert math.isnan(real.reward_at(run, kl))
+        assert math.isnan(first_real.reward_at(run, kl))
 
 
 def test_both_ways_to_collapse_are_counted():
@@ -229,7 +214,7 @@ def unread(tasks, cells) -> list[dict]:
     for tuned in tasks:
         reproduce.task_page(tuned, {loss: tuned.facts(loss) for loss in FORMS_OF})
     if cells:
-        reproduce.real_page(cells, [reproduce.real_facts(cell) for cell in cells])
+        first_real.page(cells, [first_real.facts_of(cell) for cell in cells])
     runs = [run for tuned in tasks for run in tuned.known.values()]
     runs += [run for cell in cells for by_seed in (*cell.forms.values(), cell.tuning) for run in by_seed.values()]
     return [run for run in runs if not run.pop("is_shown", False)]
@@ -245,7 +230,7 @@ def test_every_stored_run_is_read_by_a_table(everything):
     count = sum(len(tuned.known) for tuned in everything.tasks)
     count += sum(len(by_seed) for cell in everything.cells for by_seed in (*cell.forms.values(), cell.tuning))
     files = {path.name for path in (CLAIMS / "results").glob("*.jsonl")} - {"fits.jsonl"}  # for test_fits.py
-    assert files <= {"real.jsonl", *(f"tuned-{name}.jsonl" for name in TASKS)}
+    assert files <= {"real.jsonl"} | {f"tuned-{name}.jsonl" for name in TASKS}
     assert count == sum(len((CLAIMS / "results" / name).read_text().splitlines()) for name in files)
 
 
@@ -264,7 +249,7 @@ def test_the_figures_are_drawn(everything, tmp_path):
 def test_the_flags_of_stored_runs_are_those_of_today(everything):
     for tuned in everything.tasks:
         assert all(run.flags() == outcome["flags"].split() for run, outcome in tuned.known.items())
-    flags = {flags.partition(" ")[2].partition(" --seed")[0] for flags in real.read_results()}
+    flags = {flags.partition(" ")[2].partition(" --seed")[0] for flags in first_real.read_results()}
     gone = {words for words in flags if "--stale" in words}
     assert len(gone) < len(flags) / 4
     for words in flags - gone:
@@ -273,7 +258,7 @@ def test_the_flags_of_stored_runs_are_those_of_today(everything):
 
 def test_the_tuned_settings_of_smollm2_are_runs_on_three_seeds(everything):
     for cell in everything.cells:
-        for name in FORMS_OF["dpo"].keys() & real.FORMS_OF[cell.loss].keys():
+        for name in FORMS_OF["dpo"].keys() & first_real.FORMS_OF[cell.loss].keys():
             assert cell.at_tuned(name).keys() == {1, 2, 3}, (cell.task, cell.loss, name)
 
 
@@ -284,7 +269,7 @@ def test_the_tuned_settings_of_smollm2_are_runs_on_three_seeds(everything):
     ("checked --loss dpo --sync-k 4 --stale taper --prior 1 --lr 2e-5", None),
     ("checked --loss grpo --sync-k 8 --stale drop --prior 1 --seed 1", None)])
 def test_flags_of_then_are_called_as_today_and_what_is_gone_keeps_its_name(then, now):
-    assert real.today(then) == (now or then)
+    assert first_real.today(then) == (now or then)
 
 
 def test_metrics_are_read_under_the_names_of_today(tmp_path):
