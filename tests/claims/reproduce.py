@@ -1,10 +1,10 @@
 """Draw every table and figure of tests/claims from the stored runs. It trains nothing.
 
-  python tests/claims/reproduce.py                 # two-digits.md, verdicts.md, real.md, facts.json, *.png, ...
+  python tests/claims/reproduce.py                 # two-digits.md, verdicts.md, real-checked.md, facts.json, *.png, ...
   python tests/claims/reproduce.py --out /tmp/new  # the same, beside those that are there
 
-The runs of tiny models are made by experiments.py, which tunes by one rule, a line each in results/. first_real.py reads
-those of SmolLM2.
+The runs are made by experiments.py (tiny models, tuned by one rule) and real.py (SmolLM2, the same; decide.py has its
+page), a line each in results/. first_real.py reads older runs of SmolLM2.
 facts.json has every number of the pages, for texts that quote them. results/history/ is of older experiments, whose
 pages stay as they are; log.md names the commits that made them.
 """
@@ -20,6 +20,7 @@ from typing import Any, Iterable
 
 import numpy as np
 
+import decide
 import experiments
 import eval as evaluation
 import first_real
@@ -498,6 +499,8 @@ class Everything:
         self.smollm2 = {(cell.task, cell.loss): first_real.facts_of(cell) for cell in self.cells}
         self.verdicts = front_verdicts(self.tasks, self.smollm2)
         self.taper, self.prior = taper_rule(self.tasks), prior_rule(self.tasks)
+        self.compared = decide.read_tasks()
+        self.decisions = {task: decide.decide_task(some) for task, some in self.compared.items()}
 
     def pages(self) -> dict[str, str]:
         """The text of each file."""
@@ -505,6 +508,8 @@ class Everything:
             f"{tuned.name}.md": task_page(tuned, self.tiny[tuned.name]) for tuned in self.tasks
         }
         texts["real.md"] = first_real.page(self.cells, list(self.smollm2.values()))
+        for task, compared in self.compared.items():
+            texts[f"real-{task}.md"] = decide.page(task, compared, self.decisions[task])
         texts["verdicts.md"] = verdicts_page(self.verdicts, self.taper, self.prior)
         facts = dict(
             runs={tuned.name: len(tuned.known) for tuned in self.tasks},
@@ -512,6 +517,11 @@ class Everything:
             incomplete=[tuned.name for tuned in self.tasks if not tuned.is_complete],
             tasks=self.tiny,
             smollm2={f"{task}, {loss}": forms for (task, loss), forms in self.smollm2.items()},
+            tuned_smollm2={
+                f"{one.task}, {one.loss}": one.facts()
+                for one in itertools.chain(*self.compared.values())
+            },
+            decisions=self.decisions,
             verdicts=self.verdicts,
             taper=self.taper,
             prior=self.prior,
