@@ -228,6 +228,13 @@ def test_the_chain_from_tuning_over_the_test_to_the_page(small_real):
     assert [run for run, outcome in compared[0].known.items() if "is_shown" not in outcome] == []
 
 
+def test_a_loss_is_finished_on_the_device_where_it_was_begun():
+    known = {real.Run("checked", "dpo", "plain", 1e-5, 0, 101): {"device": "another GPU"}}
+    real.check_device(known, "kto")
+    with pytest.raises(SystemExit, match="DPO was begun on another GPU; finish it there"):
+        real.check_device(known, "dpo")
+
+
 @pytest.mark.parametrize("loss, form", [("kto", HUMANLINE), ("kto", "online"), ("grpo", "mask 0.5, synced")])
 def test_other_losses_run_on_smollm2s_data_too(small_real, loss, form):
     real.draw_base("checked", small_real.model, small_real.rows, 1)
