@@ -2,9 +2,11 @@
 
 import dataclasses
 import doctest
+import itertools
 import json
 import math
 import re
+from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +15,10 @@ import torch
 from conftest import ROOT, rows_of, write_jsonl
 
 import bases
+import decide
 import eval as evaluation
 import experiments
+import first_real
 import humanline
 import real
 import reproduce
@@ -100,19 +104,208 @@ def test_exact_pass_is_what_samples_tend_to(tiny):
         assert probability == pytest.approx(chance, rel=1e-4)
 
 
-def test_a_real_run_is_measured_and_its_distance_from_the_base_is_that_of_its_log_probs(tiny, tmp_path, monkeypatch):
-    for name in ("topics", "topics-test"):
-        write_jsonl(tmp_path / f"{name}.jsonl", rows_of("prompts", 8))
-    reward = "def sentiment(prompts, completions, rows):\n  return [len(text) / 40 for text in completions]\n"
+# The list of runs on SmolLM2.
+
+@pytest.mark.parametrize("loss, form", [(loss, form) for loss, forms in real.FORMS.items() for form in forms])
+def test_every_form_of_smollm2_parses(loss, form):
+    flags = real.Run("checked", loss, form, 2e-5, 4, 1).flags()
+    config = humanline.parse_config(["--model", "m", *flags])
+    assert config.loss.startswith(loss)
+    assert (config.lr, config.seed, config.steps, config.eval_every) == (2e-5, 1, 64, 16)
+    assert config.sync_k == 4 * (form == HUMANLINE or form.endswith("synced"))
+    assert config.sample_every == (form == "online")
+
+
+def test_no_topic_is_in_two_splits_and_each_gives_every_prompt_of_its_task():
+    topics = real.split_topics()
+    assert {split: len(set(some)) for split, some in topics.items()} == real.TOPICS
+    assert not any(set(topics[one]) & set(topics[other]) for one, other in itertools.combinations(topics, 2))
+    for task in real.TEMPLATES:
+        rows = real.make_rows(task, "train")
+        assert len({row["prompt"] for row in rows}) == len(rows) == 2 * real.TOPICS["train"] >= 600
+        assert not any(re.search(r" a [aeiou]| an [^aeiou]", row["prompt"]) for row in rows)
+
+
+def pretend_real(run: real.Run) -> dict:
+    """What a run might give: humanline is best at 1e-5 and k 1, the others at 5e-6 or 2e-5."""
+    best = {"plain": 5e-6, HUMANLINE: 1e-5}.get(run.form, 2e-5)
+    level = {"plain": 0.7, HUMANLINE: 0.8}.get(run.form, 0.9)
+    reward = level - 0.05 * abs(math.log2(run.lr / best)) - 0.01 * run.k + 0.001 * run.seed % 0.01
+    measured = dict(reward=reward, greedy=reward, kl=3.0, length=20.0, distinct=0.8)
+    sample = dict(prompt="Why?", completion="So.", reward=1.0)
+    return dict(device="CPU", torch="2", validation=[0.1, reward], validation_kl=[0.0, 3.0], best_step=64, seconds=9,
+                drawing=0, test=measured, best=measured, samples=[sample] * 3)
+
+
+def test_tuning_is_complete_before_the_test_begins_and_goes_one_rate_further_at_the_edge():
+    known, waves, seeds = {}, [], list(real.TEST_SEEDS["dpo"])
+    while wave := real.plan("checked", "dpo", known, seeds):
+        waves.append(wave)
+        known |= {run: pretend_real(run) for run in wave}
+    assert [len(wave) for wave in waves] == [18, 4, 4, 24]
+    assert {(run.form, run.lr, run.k) for run in waves[1]} == {("plain", 5e-6, 0), (HUMANLINE, 5e-6, 4)}
+    assert {(run.form, run.lr, run.k) for run in waves[2]} == {(HUMANLINE, 1e-5, 1), (HUMANLINE, 1e-5, 16)}
+    assert {(run.form, run.lr, run.k) for run in waves[3]} == {
+        ("plain", 5e-6, 0), (HUMANLINE, 1e-5, 1), ("online", 2e-5, 0)}
+    assert not any(run.is_test for wave in waves[:3] for run in wave)
+    assert [run.seed for run in waves[3]] == sorted(run.seed for run in waves[3])
+    assert len(real.plan("checked", "dpo", known, [*seeds, *real.MORE_SEEDS])) == 24
+
+
+def test_ties_of_settings_go_to_the_lower_rate_and_then_to_the_larger_k():
+    settings = [(2e-5, 4), (1e-5, 4), (1e-5, 16), (4e-5, 4)]
+    known = {
+        real.Run("checked", "dpo", HUMANLINE, *setting, seed): {"validation": [0.5]}
+        for setting in settings
+        for seed in real.TUNING_SEEDS
+    }
+    assert real.ranked("checked", "dpo", HUMANLINE, known) == [(1e-5, 16), (1e-5, 4), (2e-5, 4), (4e-5, 4)]
+
+
+def test_the_count_of_missing_runs_is_that_of_a_plan_without_edges():
+    counts = {loss: real.count_missing("checked", loss, {}, list(real.TEST_SEEDS[loss])) for loss in real.FORMS}
+    assert counts == {"dpo": 22 + 24, "kto": 22 + 24, "grpo": 48 + 18}
+
+
+def test_samples_that_would_be_used_twice_are_refused():
+    groups = [humanline.Group(i, [], [], [0.0, float(i < 512)]) for i in range(1000)]
+    real.check_one_pass(groups)
+    with pytest.raises(ValueError, match="64 steps of DPO need 512 pairs.* give 511: 511 of 999 prompts"):
+        real.check_one_pass(groups[1:])
+
+
+@pytest.fixture
+def small_real(tiny, tmp_path, monkeypatch):
+    """The experiment on SmolLM2, but with the tiny model, a few short prompts and a few steps."""
+    small = dict(STEPS=4, EVERY=2, RATES=(3e-2,), TUNING_SEEDS=(101,), TOPICS=dict(test=3, validation=3, train=12),
+                 TEST_SEEDS=dict(dpo=(1, 2), kto=(1, 2), grpo=(1, 2)), BATCH_SIZE=dict(dpo=4, kto=8, grpo=2),
+                 TEMPLATES={"checked": {"{}": {}, "{}!": {}}, "sentiment": {}}, REWARDS=tmp_path / "rewards.py")
+    for name, value in small.items():
+        monkeypatch.setattr(real, name, value)
+    reward = "def checked(prompts, completions, rows):\n  return [len(set(text)) / 40 for text in completions]\n"
     (tmp_path / "rewards.py").write_text(reward)
-    monkeypatch.setattr(real, "CONFIGS", tmp_path)
-    monkeypatch.setattr(real, "STEPS", (0, 2, 4))
-    real.base_sampler.cache_clear()
-    found = real.train("sentiment --loss grpo --batch-size 2 --sync-k 2 --lr 3e-2 --seed 1", tiny, tmp_path)
-    drawn = [json.loads(line) for line in (tmp_path / "sentiment-1.jsonl").read_text().splitlines()]
-    assert len(drawn) == 8 * 8 and all(len(line["tokens"]) == len(line["logps"]) for line in drawn)
-    assert abs(found["kl 0"]) < 1e-3 < found["kl 4"] and found["samples"].keys() >= {"worst", "median", "best"}
-    real.base_sampler.cache_clear()
+    monkeypatch.setattr(decide, "RESULTS", tmp_path)
+    monkeypatch.setattr(decide, "LEVELS", {2: 0.05})
+    monkeypatch.setattr(humanline.Run, "measure", humanline.Run.measure)  # so that it is put back
+    real.write_rows("checked", tmp_path)
+    yield SimpleNamespace(task="checked", model=tiny, rows=tmp_path, dry=False)
+    real.load_base.cache_clear()
+
+
+class InThisProcess(Executor):
+    """A pool without workers."""
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def test_the_chain_from_tuning_over_the_test_to_the_page(small_real):
+    path = small_real.rows / "real-checked.jsonl"
+    real.run_all(InThisProcess(), small_real, "dpo", [1, 2], path)
+    stored = path.read_text()
+    real.run_all(InThisProcess(), small_real, "dpo", [1, 2], path)
+    assert path.read_text() == stored  # nothing is trained again
+    known = real.read_results(path)
+    assert len(known) == 2 + 2 + 4 + 6
+    for run, outcome in known.items():
+        assert outcome["steps"] == [0, 2, 4] and len(outcome["validation"]) == len(outcome["validation_kl"]) == 3
+        assert abs(outcome["validation_kl"][0]) < 1e-3 < abs(outcome["validation_kl"][-1])
+        assert len(outcome["samples"]) == 3 and ("test" in outcome) == run.is_test
+        best = max(outcome["validation"])
+        assert outcome["best_step"] == outcome["steps"][outcome["validation"].index(best)]
+        if run.is_test:
+            assert (outcome["test"]["reward"] == outcome["best"]["reward"]) == (outcome["best_step"] == 4)
+    befores = {run.seed: set() for run in known}
+    for run, outcome in known.items():
+        befores[run.seed].add(outcome["validation"][0])
+    assert all(len(values) == 1 for values in befores.values())
+    compared = [decide.Compared("checked", loss) for loss in real.FORMS]
+    text = decide.page("checked", compared, decide.decide_task(compared))
+    assert "| humanline | 0.0" in text or "| humanline | 3e-2" in text or "| humanline | 6e-2" in text
+    assert "**Incomplete.**" in text and "| KTO |  |" in text  # KTO and GRPO were not run
+    assert [run for run, outcome in compared[0].known.items() if "is_shown" not in outcome] == []
+
+
+def test_a_loss_is_finished_on_the_device_where_it_was_begun():
+    known = {real.Run("checked", "dpo", "plain", 1e-5, 0, 101): {"device": "another GPU"}}
+    real.check_device(known, "kto")
+    with pytest.raises(SystemExit, match="DPO was begun on another GPU; finish it there"):
+        real.check_device(known, "dpo")
+
+
+@pytest.mark.parametrize("loss, form", [("kto", HUMANLINE), ("kto", "online"), ("grpo", "mask 0.5, synced")])
+def test_other_losses_run_on_smollm2s_data_too(small_real, loss, form):
+    real.draw_base("checked", small_real.model, small_real.rows, 1)
+    drawn = [json.loads(line) for line in (small_real.rows / "checked-1.jsonl").read_text().splitlines()]
+    assert len(drawn) == 24 * 8 and all(len(line["tokens"]) == len(line["logps"]) for line in drawn)
+    outcome = real.train(real.Run("checked", loss, form, 1e-2, 2, 1), small_real.model, small_real.rows)
+    assert outcome["test"].keys() == set(real.MEASURES) and (outcome["drawing"] >= 0)
+
+
+# The decision on SmolLM2.
+
+def made_up(share: float, gap: float, seeds: int = 8, spread: float = 0.01) -> decide.Rewards:
+    """Rewards of plain, humanline and online whose means differ exactly as said, with a spread over seeds."""
+    noise = np.random.default_rng(seeds).normal(0, spread, (3, seeds))
+    noise -= noise.mean(axis=1, keepdims=True)
+    plain, ours, online = noise + 0.6 + gap * np.array([[0], [share], [1]])
+    return plain, ours, online
+
+
+@pytest.mark.parametrize("rewards, outcome", [
+    (made_up(0.9, 0.2), "confirmed"),
+    (made_up(0.1, 0.2), "refuted"),
+    (made_up(0.5, 0.2), "not decided; eight more seeds"),
+    (made_up(0.5, 0.2, seeds=16), "not decided"),
+    (made_up(0.9, 0.02), "no gap here, the claim cannot be tested"),
+    (made_up(0.9, 0.2, spread=0.2), "no gap here, the claim cannot be tested"),
+    (None, "incomplete")])
+def test_the_rule_decides_each_loss(rewards, outcome):
+    decisions = decide.decide({"dpo": rewards, "kto": made_up(0.9, 0.2)})
+    assert decisions["dpo"]["outcome"] == outcome and decisions["kto"]["outcome"] == "confirmed"
+
+
+def test_parity_asks_for_equivalence_and_not_for_a_large_share():
+    near, far = made_up(0.99, 0.2, spread=0.005), made_up(0.8, 0.2, spread=0.005)
+    decisions = decide.decide({"dpo": near, "kto": far})
+    assert decisions["dpo"]["p_parity"] < 0.05 < decisions["kto"]["p_parity"]
+    assert [decision["outcome"] for decision in decisions.values()] == ["confirmed", "confirmed"]
+
+
+def test_holms_method_counts_both_losses():
+    wave = np.array([1, -1] * 4) / 100
+    slow_wave = np.array([1, 1, -1, -1] * 2) / 100
+    rewards = np.full(8, 0.6), 0.7157 + wave, 0.8 + slow_wave
+    p = decide.weigh(*rewards)["p_half"]
+    assert 0.005 < p < 0.01  # enough for one loss, too little for one of two
+    assert decide.decide({"dpo": rewards})["dpo"]["outcome"] == "confirmed"
+    assert decide.decide({"dpo": rewards, "kto": None})["dpo"]["outcome"] == "not decided; eight more seeds"
+    assert decide.decide({"dpo": rewards, "kto": made_up(0.9, 0.2)})["dpo"]["outcome"] == "confirmed"
+
+
+def test_the_page_grows_with_the_runs_and_reads_every_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(decide, "RESULTS", tmp_path)
+    known = {}
+    for loss in real.FORMS:
+        while wave := real.plan("checked", loss, known, list(real.TEST_SEEDS[loss])):
+            known |= {run: pretend_real(run) for run in wave}
+            write_jsonl(tmp_path / "real-checked.jsonl", [vars(run) | outcome for run, outcome in known.items()])
+            compared = decide.read_tasks()["checked"]
+            text = decide.page("checked", compared, decide.decide_task(compared))
+            assert unread_real(compared) == []
+    assert f"{len(known)} runs of" in text and "Incomplete" not in text
+    extra = real.Run("checked", "dpo", "plain", 4e-5, 0, 1)  # a test seed at a setting that was not chosen
+    write_jsonl(tmp_path / "real-checked.jsonl", [vars(run) | pretend_real(run) for run in [*known, extra]])
+    assert len(unread_real(decide.read_tasks()["checked"])) == 1
+
+
+def unread_real(compared: list[decide.Compared]) -> list[dict]:
+    """The stored runs of real.py that no table reads."""
+    decide.page("checked", compared, decide.decide_task(compared))
+    runs = [outcome for one in compared for outcome in one.known.values()]
+    return [run for run in runs if not run.pop("is_shown", False)]
 
 
 # The estimates.
@@ -166,9 +359,9 @@ def test_holm_multiplies_by_what_is_left_and_keeps_the_order():
 def test_between_two_measurements_a_reward_levels_off():
     run = {"kl 0": 0.0, "reward 0": 0.2, "kl 8": 2.0, "reward 8": 0.6, "kl 16": 18.0, "reward 16": 0.9}
     for kl, reward in ((2.0, 0.6), (18.0, 0.9), (10.0, 0.8)):  # 1 - sqrt(0.4 · 0.1); a line: 0.75
-        assert real.reward_at(run, kl) == pytest.approx(reward)
+        assert first_real.reward_at(run, kl) == pytest.approx(reward)
     for kl in (1.0, 18.1):
-        assert math.isnan(real.reward_at(run, kl))
+        assert math.isnan(first_real.reward_at(run, kl))
 
 
 def test_both_ways_to_collapse_are_counted():
@@ -229,7 +422,7 @@ def unread(tasks, cells) -> list[dict]:
     for tuned in tasks:
         reproduce.task_page(tuned, {loss: tuned.facts(loss) for loss in FORMS_OF})
     if cells:
-        reproduce.real_page(cells, [reproduce.real_facts(cell) for cell in cells])
+        first_real.page(cells, [first_real.facts_of(cell) for cell in cells])
     runs = [run for tuned in tasks for run in tuned.known.values()]
     runs += [run for cell in cells for by_seed in (*cell.forms.values(), cell.tuning) for run in by_seed.values()]
     return [run for run in runs if not run.pop("is_shown", False)]
@@ -245,7 +438,11 @@ def test_every_stored_run_is_read_by_a_table(everything):
     count = sum(len(tuned.known) for tuned in everything.tasks)
     count += sum(len(by_seed) for cell in everything.cells for by_seed in (*cell.forms.values(), cell.tuning))
     files = {path.name for path in (CLAIMS / "results").glob("*.jsonl")} - {"fits.jsonl"}  # for test_fits.py
-    assert files <= {"real.jsonl", *(f"tuned-{name}.jsonl" for name in TASKS)}
+    for compared in everything.compared.values():
+        assert unread_real(compared) == []
+        count += sum(len(one.known) for one in compared)
+    of_smollm2 = {"real.jsonl", *(f"real-{task}.jsonl" for task in real.TEMPLATES)}
+    assert files <= of_smollm2 | {f"tuned-{name}.jsonl" for name in TASKS}
     assert count == sum(len((CLAIMS / "results" / name).read_text().splitlines()) for name in files)
 
 
@@ -261,19 +458,25 @@ def test_the_figures_are_drawn(everything, tmp_path):
     assert [name for name in made if not (CLAIMS / name).exists()] == []
 
 
+RENAMED = re.compile("taper|better|RPO|desirable")  # forms whose flags had other names when they were run
+
+
 def test_the_flags_of_stored_runs_are_those_of_today(everything):
     for tuned in everything.tasks:
-        assert all(run.flags() == outcome["flags"].split() for run, outcome in tuned.known.items())
-    flags = {flags.partition(" ")[2].partition(" --seed")[0] for flags in real.read_results()}
-    gone = {words for words in flags if "--stale" in words}
-    assert len(gone) < len(flags) / 4
-    for words in flags - gone:
-        assert humanline.parse_config(["--model", "m", *words.split()]).taper == ("--taper" in words)
+        for run, outcome in tuned.known.items():
+            flags, stored = run.flags(), outcome["flags"].split()
+            assert flags == stored or RENAMED.search(run.form)
+            assert flags[flags.index("--lr") :] == stored[stored.index("--lr") :]
+    all_flags = {flags.partition(" ")[2].partition(" --seed")[0] for flags in first_real.read_results()}
+    of_today = {flags for flags in all_flags if not re.search("--stale|--taper|--prior", flags)}
+    assert len(of_today) > len(all_flags) / 2
+    for flags in of_today:
+        humanline.parse_config(["--model", "m", *flags.split()])
 
 
 def test_the_tuned_settings_of_smollm2_are_runs_on_three_seeds(everything):
     for cell in everything.cells:
-        for name in FORMS_OF["dpo"].keys() & real.FORMS_OF[cell.loss].keys():
+        for name in FORMS_OF["dpo"].keys() & first_real.FORMS_OF[cell.loss].keys():
             assert cell.at_tuned(name).keys() == {1, 2, 3}, (cell.task, cell.loss, name)
 
 
@@ -284,7 +487,7 @@ def test_the_tuned_settings_of_smollm2_are_runs_on_three_seeds(everything):
     ("checked --loss dpo --sync-k 4 --stale taper --prior 1 --lr 2e-5", None),
     ("checked --loss grpo --sync-k 8 --stale drop --prior 1 --seed 1", None)])
 def test_flags_of_then_are_called_as_today_and_what_is_gone_keeps_its_name(then, now):
-    assert real.today(then) == (now or then)
+    assert first_real.today(then) == (now or then)
 
 
 def test_metrics_are_read_under_the_names_of_today(tmp_path):

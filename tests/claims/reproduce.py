@@ -1,9 +1,10 @@
 """Draw every table and figure of tests/claims from the stored runs. It trains nothing.
 
-  python tests/claims/reproduce.py                 # two-digits.md, verdicts.md, real.md, facts.json, *.png, ...
+  python tests/claims/reproduce.py                 # two-digits.md, verdicts.md, real-checked.md, facts.json, *.png, ...
   python tests/claims/reproduce.py --out /tmp/new  # the same, beside those that are there
 
-The runs are made by experiments.py (tiny models, tuned by one rule) and real.py (SmolLM2), a line each in results/.
+The runs are made by experiments.py (tiny models, tuned by one rule) and real.py (SmolLM2, the same; decide.py has its
+page), a line each in results/. first_real.py reads older runs of SmolLM2.
 facts.json has every number of the pages, for texts that quote them. results/history/ is of older experiments, whose
 pages stay as they are; log.md names the commits that made them.
 """
@@ -13,21 +14,21 @@ import itertools
 import json
 import math
 import re
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterable
 
 import numpy as np
-from scipy import stats
 
+import decide
 import experiments
 import eval as evaluation
-import real
+import first_real
+from estimates import MARGIN, compare, estimate, holm, markdown, share_of_gap, show, show_difference, show_mean
+from estimates import show_rate, show_settings, show_share, shown
 from experiments import FORMS_OF, TASKS, Run
 
 HERE = Path(__file__).resolve().parent
-MARGIN = 0.02  # of pass@1: what is less does not count
 FELL = 0.1  # of pass@1: a run that lost more has collapsed
 
 HUMANLINE, TAPERED = "humanline", "humanline with taper"
@@ -37,99 +38,6 @@ TITLES = {
     "five-sorted": "Sorting five digits and dropping repeated ones",
     "six-digits": "Sums of six digits with every partial sum",
 }
-
-# ---------- Estimates over seeds ----------------------------------------------------------------------------
-# An estimate is a mean and half of its 95 % interval, by Student's t. These are plain dicts and lists, so that they go
-# into facts.json as they are.
-
-def estimate(values: Iterable[float]) -> list[float]:
-    values = np.array([value for value in values if not math.isnan(value)])
-    if len(values) < 2:
-        return [float(values.sum()) if len(values) else math.nan, math.nan]
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return [float(values.mean()), float(half)]
-
-def compare(ours: np.ndarray, theirs: np.ndarray, paired: bool = True) -> dict:
-    """ours - theirs over seeds, paired or by Welch's test: the mean, its 95 % interval, p of no difference (two-sided),
-    and p_same of a difference of MARGIN or more either way (two one-sided tests)."""
-
-    def test(shift: float, alternative: str) -> Any:
-        if paired:
-            return stats.ttest_1samp(ours - theirs + shift, 0, alternative=alternative)
-        return stats.ttest_ind(ours + shift, theirs, equal_var=False, alternative=alternative)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of one seed, or of equal differences
-        tests = test(0, "two-sided"), test(MARGIN, "greater"), test(-MARGIN, "less")
-        low, high = tests[0].confidence_interval()
-    p, above, below = np.nan_to_num([found.pvalue for found in tests], nan=1.0).tolist()
-    return dict(
-        mean=float(np.mean(ours - theirs)),
-        low=float(low),
-        high=float(high),
-        p=p,
-        p_same=max(above, below),
-        seeds=len(ours),
-        paired=paired,
-    )
-
-def share_of_gap(
-    plain: np.ndarray, ours: np.ndarray, online: np.ndarray, paired: np.ndarray | bool = True
-) -> list[float]:
-    """The share of the gap from plain to online that ours closes, with Fieller's 95 % interval (1954) for a ratio of
-    means; without an end where the gap may be 0. paired: which of the three are paired by seed, (3, 3)."""
-    x, y = np.mean(ours - plain), np.mean(online - plain)
-    covariance = np.cov([plain, ours, online]) * (paired | np.eye(3, dtype=bool)) / len(plain)
-    to_differences = np.array([[-1, 1, 0], [-1, 0, 1]])
-    covariance = to_differences @ covariance @ to_differences.T
-    (xx, xy), (_, yy) = covariance * stats.t.ppf(0.975, len(plain) - 1) ** 2
-    a, b, c = y * y - yy, x * y - xy, x * x - xx
-    if not a > 0:
-        return [float(x / y), -math.inf, math.inf]
-    root = math.sqrt(max(0.0, b * b - a * c))
-    return [float(x / y), float((b - root) / a), float((b + root) / a)]
-
-def holm(p_values: list[float]) -> list[float]:
-    """Holm's p-values (1979), adjusted for their number."""
-    order = np.argsort(p_values)
-    steps = np.array(p_values)[order] * np.arange(len(order), 0, -1)
-    adjusted = np.empty(len(order))
-    adjusted[order] = np.maximum.accumulate(steps).clip(max=1)
-    return adjusted.tolist()
-
-# ---------- How they are written ----------------------------------------------------------------------------
-
-def show(pair: list[float], digits: int = 3) -> str:
-    mean, half = pair
-    if math.isnan(mean):
-        return ""
-    return f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
-
-def show_mean(pair: list[float], digits: int) -> str:
-    return f"{pair[0]:.{digits}f}"
-
-def show_difference(found: dict | None) -> str:
-    if not found:
-        return ""
-    half = "" if math.isnan(found["high"]) else f" ± {found['high'] - found['mean']:.3f}"
-    return f"{found['mean']:+.3f}{half}" + ("" if found["paired"] else ", not paired")
-
-def show_share(share: list[float] | None) -> str:
-    if not share:
-        return ""
-    if math.isinf(share[1]):
-        return f"{share[0]:.0%} [too few seeds to tell]"
-    return "{:.0%} [{:.0%}, {:.0%}]".format(*share)
-
-def show_rate(lr: float) -> str:
-    return np.format_float_scientific(lr, trim="-", exp_digits=1)
-
-def show_settings(lr: float, k: int) -> str:
-    return show_rate(lr) + (f", k {k}" if k else "")
-
-def markdown(head: str, rows: Iterable[list[str]]) -> str:
-    lines = [head, "|" + "---|" * (head.count("|") - 1)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 # ---------- The runs on tiny models -------------------------------------------------------------------------
 
@@ -225,13 +133,6 @@ def collapsed(runs: list[dict], what: str) -> list[int]:
     below_base = sum(curve[-1] < curve[0] - FELL for curve in curves)
     below_best = sum(curve[-1] < max(curve) - FELL for curve in curves)
     return [below_base, below_best, len(curves)]
-
-def shown(runs: Iterable[dict]) -> list[dict]:
-    """These runs, marked as read by a table; a test asks that all stored ones are."""
-    runs = list(runs)
-    for run in runs:
-        run["is_shown"] = True
-    return runs
 
 # ---------- Their pages -------------------------------------------------------------------------------------
 
@@ -341,7 +242,7 @@ def front_verdicts(tasks: list[Tuned], smollm2: dict) -> list[dict]:
     for (form, other, asked), loss in itertools.product(CLAIMS, FORMS_OF):
         found = {tuned.name: tuned.compare(loss, form, other) for tuned in tasks}
         if other == "plain":
-            for task in real.TASKS:
+            for task in first_real.TASKS:
                 found[f"SmolLM2, {task}"] = smollm2[task, loss][form]["minus_plain"]
         for task, difference in found.items():
             if difference and difference["seeds"] > 1:
@@ -449,144 +350,6 @@ def verdicts_page(verdicts: list[dict], taper: dict, prior: dict) -> str:
         f"**The prior: {prior['outcome']}.**{left}",
     ]
     return "\n\n".join(text) + "\n"
-
-# ---------- SmolLM2 -----------------------------------------------------------------------------------------
-
-LAST = real.STEPS[-1]
-
-HOW_REAL = f"""SmolLM2-135M-Instruct, {LAST} steps; reward on 50 held-out prompts with 4 completions each. The first
-table of each loss is of seeds 1 to 3; a seed is the offline data and the run. Learning rate and k are the best for both
-tasks together on seed 101, whose runs are in the second table; the best setting may lie beyond the edge of what was
-tried.
-
-± is half of the 95 % interval over seeds. Differences are paired by seed, but not where runs are of two devices, which
-draw different data (*not paired*). *Online's reward there*: that of the online run where it was as far from the base,
-interpolated between two measurements. *Distinct pairs*: different pairs of neighbouring words, as a share of all.
-Seconds are wall-clock, beside what else ran. A form that is written as flags is gone from the program."""
-
-def compare_real(runs: real.Runs, other: real.Runs) -> dict | None:
-    if runs is other or not runs.keys() & other.keys():
-        return None
-    rewards, paired = real.rewards_of(runs, other)
-    return compare(*rewards, paired=bool(paired.all()))
-
-def real_share(cell: real.Stored, runs: real.Runs) -> list[float] | None:
-    """Of the gap, where there is one, on two seeds or more."""
-    plain, online = cell.at_tuned("plain"), cell.at_tuned("online")
-    if runs is plain or runs is online or compare_real(online, plain)["low"] <= 0:
-        return None
-    rewards, paired = real.rewards_of(plain, runs, online)
-    return share_of_gap(*rewards, paired) if len(paired) and len(rewards[0]) > 1 else None
-
-def real_facts(cell: real.Stored) -> dict[str, dict]:
-    """What the page says of each form; one at other settings than the tuned ones has them in its name."""
-    found, online = {}, cell.at_tuned("online")
-    order = list(real.FORMS_OF[cell.loss])
-    listed = lambda form: order.index(form.name) if form.name in order else len(order)
-    for form in sorted(cell.forms, key=lambda form: (listed(form), form.lr)):
-        runs = cell.forms[form]
-        is_other = form.name in order and runs is not cell.at_tuned(form.name)
-        name = f"{form.name}, lr {show_rate(form.lr)}" if is_other else form.name
-        common = [seed for seed in runs if seed in online]
-        found[name] = dict(
-            lr=form.lr,
-            k=form.k,
-            seeds=len(runs),
-            devices=len({run["device"] for run in shown(runs.values())}),
-            minus_plain=compare_real(runs, cell.at_tuned("plain")),
-            share_of_gap=real_share(cell, runs),
-            online_there=estimate(
-                real.reward_at(online[seed], runs[seed][f"kl {LAST}"]) for seed in common
-            ),
-        )
-        for what in "reward", "greedy", "kl", "length", "distinct", "seconds", "drawing":
-            found[name][what] = estimate(run[f"{what} {LAST}"] for run in runs.values())
-            found[name][f"{what}_before"] = estimate(run[f"{what} 0"] for run in runs.values())
-    return found
-
-REAL_HEAD = (
-    "| form | lr, k | seeds | reward | greedy | − plain | of the gap | KL to the base, nats | "
-    "online's reward there | length | distinct pairs | seconds, drawing |"
-)
-
-def real_page(cells: list[real.Stored], facts: list[dict]) -> str:
-    count = len(real.read_results())
-    text = [
-        "# SmolLM2: the forms on a real language model",
-        f"{count} runs. {HOW_REAL}",
-        "![reward against KL to the base, GRPO](real.png)",
-    ]
-    for cell, found in zip(cells, facts):
-        text += [f"## {cell.loss.upper()}, {cell.task}", real_table(found), tuning_table(cell)]
-    text.append(
-        "## Reward on the way, where the forms are equally far from their base\n\nIn brackets: of how many "
-        "seeds."
-    )
-    distances = " | ".join(f"{kl} nats" for kl in real.DISTANCES)
-    text.append(
-        markdown(
-            f"| reward at a KL of | {distances} |",
-            itertools.chain(*(cell.distance_rows() for cell in cells)),
-        )
-    )
-    text.append("## What the final models write to held-out prompts (the first seed)")
-    text.append("\n".join(itertools.chain(*(cell.samples() for cell in cells))))
-    return "\n\n".join(text) + "\n"
-
-def real_table(facts: dict[str, dict]) -> str:
-    digits = dict(reward=3, greedy=3, length=1, distinct=2)
-    base = {
-        what: show_mean(facts["plain"][f"{what}_before"], count) for what, count in digits.items()
-    }
-    rows = [
-        [
-            "the base",
-            "",
-            "",
-            base["reward"],
-            base["greedy"],
-            "",
-            "",
-            "0",
-            "",
-            base["length"],
-            base["distinct"],
-            "",
-        ]
-    ]
-    for name, form in facts.items():
-        seconds = f"{show_mean(form['seconds'], 0)}, {show_mean(form['drawing'], 0)}"
-        rows.append(
-            [
-                name,
-                show_settings(form["lr"], form["k"]),
-                f"{form['seeds']}",
-                show(form["reward"]),
-                show(form["greedy"]),
-                show_difference(form["minus_plain"]),
-                show_share(form["share_of_gap"]),
-                show(form["kl"], 1),
-                show(form["online_there"]),
-                show_mean(form["length"], 1),
-                show_mean(form["distinct"], 2),
-                seconds if form["devices"] == 1 else "on two devices",
-            ]
-        )
-    return markdown(REAL_HEAD, rows)
-
-def tuning_table(cell: real.Stored) -> str:
-    rows = []
-    for form in sorted(cell.tuning, key=lambda form: (form.name, form.lr, form.k)):
-        [run] = shown([cell.tuning[form]])
-        rows.append(
-            [
-                form.name,
-                show_settings(form.lr, form.k),
-                f"{run[f'reward {LAST}']:.3f}",
-                f"{run[f'kl {LAST}']:.1f}",
-            ]
-        )
-    return markdown("| tuning, seed 101 | lr, k | reward | KL to the base, nats |", rows)
 
 # ---------- Figures -----------------------------------------------------------------------------------------
 
@@ -698,7 +461,7 @@ def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
     add_legend(axis, "upper left")
     figure.savefig(path, dpi=150)
 
-def draw_real(cells: list[real.Stored], path: Path) -> None:
+def draw_real(cells: list[first_real.Stored], path: Path) -> None:
     """Reward against KL to the base, GRPO: a thin line for each seed, a thick one for their mean."""
     figure, axes = new_figure(3.4, 1, 2)
     for axis, cell in zip(axes[0], cells):
@@ -707,7 +470,7 @@ def draw_real(cells: list[real.Stored], path: Path) -> None:
             runs = list(cell.at_tuned(name).values())
             points = np.array(
                 [
-                    [(run[f"kl {step}"], run[f"reward {step}"]) for step in real.steps_of(runs)]
+                    [(run[f"kl {step}"], run[f"reward {step}"]) for step in first_real.steps_of(runs)]
                     for run in runs
                 ]
             )
@@ -729,20 +492,24 @@ class Everything:
 
     def __init__(self):
         self.tasks = [Tuned(name) for name in TASKS]
-        self.cells = [real.Stored(task, loss) for task in real.TASKS for loss in real.FORMS_OF]
+        self.cells = [first_real.Stored(task, loss) for task in first_real.TASKS for loss in first_real.FORMS_OF]
         self.tiny = {
             tuned.name: {loss: tuned.facts(loss) for loss in FORMS_OF} for tuned in self.tasks
         }
-        self.smollm2 = {(cell.task, cell.loss): real_facts(cell) for cell in self.cells}
+        self.smollm2 = {(cell.task, cell.loss): first_real.facts_of(cell) for cell in self.cells}
         self.verdicts = front_verdicts(self.tasks, self.smollm2)
         self.taper, self.prior = taper_rule(self.tasks), prior_rule(self.tasks)
+        self.compared = decide.read_tasks()
+        self.decisions = {task: decide.decide_task(some) for task, some in self.compared.items()}
 
     def pages(self) -> dict[str, str]:
         """The text of each file."""
         texts = {
             f"{tuned.name}.md": task_page(tuned, self.tiny[tuned.name]) for tuned in self.tasks
         }
-        texts["real.md"] = real_page(self.cells, list(self.smollm2.values()))
+        texts["real.md"] = first_real.page(self.cells, list(self.smollm2.values()))
+        for task, compared in self.compared.items():
+            texts[f"real-{task}.md"] = decide.page(task, compared, self.decisions[task])
         texts["verdicts.md"] = verdicts_page(self.verdicts, self.taper, self.prior)
         facts = dict(
             runs={tuned.name: len(tuned.known) for tuned in self.tasks},
@@ -750,6 +517,11 @@ class Everything:
             incomplete=[tuned.name for tuned in self.tasks if not tuned.is_complete],
             tasks=self.tiny,
             smollm2={f"{task}, {loss}": forms for (task, loss), forms in self.smollm2.items()},
+            tuned_smollm2={
+                f"{one.task}, {one.loss}": one.facts()
+                for one in itertools.chain(*self.compared.values())
+            },
+            decisions=self.decisions,
             verdicts=self.verdicts,
             taper=self.taper,
             prior=self.prior,

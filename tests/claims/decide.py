@@ -1,0 +1,339 @@
+"""Decide by the rule whether humanline reaches online with DPO and KTO on SmolLM2, and draw the page of these runs.
+
+The runs are those of real.py; `reproduce.py` writes the pages. The rule, fixed before the runs, is in `decide`.
+"""
+
+import itertools
+from pathlib import Path
+from statistics import fmean
+from typing import Iterator
+
+import numpy as np
+
+import real  # first: experiments.py, which it imports, makes the next line possible
+import eval as evaluation
+from estimates import (
+    compare,
+    estimate,
+    holm,
+    markdown,
+    share_of_gap,
+    show,
+    show_difference,
+    show_mean,
+    show_rate,
+    show_settings,
+    show_share,
+    shown,
+)
+
+RESULTS = Path(__file__).resolve().parent / "results"
+LEAST_GAP = 0.03  # of the reward: a gap that may be smaller cannot be tested
+PARITY = 0.03  # of the reward: what is less does not count
+LEVELS = {8: 0.01, 16: 0.04}  # of the intervals and tests of the share, by the number of seeds
+DECIDED = "dpo", "kto"
+
+class Compared:
+    """The stored runs of a task and a loss, and the forms whose tuning is complete."""
+
+    def __init__(self, task: str, loss: str):
+        self.task, self.loss = task, loss
+        known = real.read_results(RESULTS / f"real-{task}.jsonl")
+        self.known = {run: outcome for run, outcome in known.items() if run.loss == loss}
+        seeds = list(real.TEST_SEEDS[loss])
+        self.missing = real.count_missing(task, loss, self.known, seeds)
+        self.settings: dict[str, real.Settings] = {}
+        self.tests: dict[str, dict[int, dict]] = {}  # by form and seed, at the chosen setting
+        for form in real.FORMS[loss]:
+            if real.plan_tuning(task, loss, form, self.known):
+                continue
+            setting = real.ranked(task, loss, form, self.known)[0]
+            self.settings[form] = setting
+            self.tests[form] = {
+                run.seed: outcome
+                for run, outcome in self.known.items()
+                if run.is_test and (run.form, run.lr, run.k) == (form, *setting)
+            }
+
+    def validation(self, form: str) -> float:
+        """The mean validation reward that chose the setting."""
+        lr, k = self.settings[form]
+        runs = [real.Run(self.task, self.loss, form, lr, k, seed) for seed in real.TUNING_SEEDS]
+        return fmean(self.known[run]["validation"][-1] for run in runs)
+
+    def rewards(self, model: str, *forms: str) -> list[np.ndarray]:
+        """Test rewards of the final model ("test") or of the best checkpoint ("best"), over the seeds that all these
+        forms have; none if there is no such seed."""
+        tests = [self.tests.get(form, {}) for form in forms]
+        common = sorted(set.intersection(*map(set, tests)))
+        if not common:
+            return []
+        return [np.array([runs[seed][model]["reward"] for seed in common]) for runs in tests]
+
+    def compare(self, form: str, other: str) -> dict | None:
+        rewards = self.rewards("test", form, other)
+        return compare(*rewards, margin=PARITY) if rewards and form != other else None
+
+    def share(self, model: str, form: str) -> list[float] | None:
+        """The share of the gap that a form closes, where it has two seeds or more."""
+        rewards = self.rewards(model, "plain", form, "online")
+        is_between = form not in ("plain", "online")
+        return share_of_gap(*rewards) if rewards and len(rewards[0]) > 1 and is_between else None
+
+    def facts(self) -> dict[str, dict]:
+        """What the page says of each form that has been tested."""
+        found = {}
+        for form, runs in self.tests.items():
+            outcomes = shown(runs.values())
+            if not outcomes:
+                continue
+            lr, k = self.settings[form]
+            found[form] = dict(
+                lr=lr,
+                k=k,
+                seeds=len(outcomes),
+                validation=self.validation(form),
+                minus_plain=self.compare(form, "plain"),
+                minus_online=self.compare(form, "online"),
+                share_of_gap=self.share("test", form),
+                share_of_gap_best=self.share("best", form),
+                best_step=estimate(run["best_step"] for run in outcomes),
+                seconds=estimate(run["seconds"] for run in outcomes),
+                drawing=estimate(run["drawing"] for run in outcomes),
+            )
+            for name in real.MEASURES:
+                found[form][name] = estimate(run["test"][name] for run in outcomes)
+            for name in "reward", "kl":
+                found[form][f"{name}_best"] = estimate(run["best"][name] for run in outcomes)
+        return found
+
+def read_tasks() -> dict[str, list[Compared]]:
+    """The stored runs by task. The second task is run only where the first has no gap."""
+    first, second = real.TEMPLATES
+    is_run = (RESULTS / f"real-{second}.jsonl").exists()
+    tasks = (first, second) if is_run else (first,)
+    return {task: [Compared(task, loss) for loss in real.FORMS] for task in tasks}
+
+# ---------- The decision ------------------------------------------------------------------------------------
+
+Rewards = tuple[np.ndarray, np.ndarray, np.ndarray]  # of plain, humanline and online, over the same seeds
+
+RULE = f"""The gap is online − plain, paired by seed. Where the lower end of its 95 % interval is below {LEAST_GAP},
+there is no gap to test the claim on. Else the claim, that humanline closes more than half of the gap, is confirmed
+where Fieller's interval of the share lies wholly above one half, and refuted where it lies wholly below. If neither,
+eight more seeds are run, once; therefore the level is {LEVELS[8]} with eight seeds and {LEVELS[16]} with sixteen. *p of
+one half*: a paired t test of humanline against the mean of plain and online, by Holm's method over DPO and KTO; it must
+be below the level, too. *Parity*: whether two one-sided tests say that humanline is within {PARITY} of online (Holm's
+p). A loss without a gap, or with missing runs, counts p = 1."""
+
+def decide(rewards: dict[str, Rewards | None]) -> dict[str, dict]:
+    """Apply the rule to the final test rewards of each loss; None where fewer than eight seeds are complete."""
+    found = {loss: weigh(*arrays) for loss, arrays in rewards.items() if arrays is not None}
+    for name in "half", "parity":
+        p_values = [found[loss][f"p_{name}"] if loss in found else 1.0 for loss in rewards]
+        for loss, p in zip(rewards, holm(p_values)):
+            if loss in found:
+                found[loss][f"p_{name}"] = p
+    decisions = {}
+    for loss in rewards:
+        decision = found.get(loss, {})
+        decisions[loss] = decision | dict(outcome=outcome_of(decision))
+    return decisions
+
+def weigh(plain: np.ndarray, ours: np.ndarray, online: np.ndarray) -> dict:
+    """The estimates of one loss that the rule needs, before Holm's method."""
+    seeds = len(plain)
+    gap = compare(online, plain)
+    has_gap = gap["low"] >= LEAST_GAP
+    half = compare(ours, (plain + online) / 2)
+    parity = compare(ours, online, margin=PARITY)
+    return dict(
+        seeds=seeds,
+        level=LEVELS[seeds],
+        gap=gap,
+        has_gap=has_gap,
+        share=share_of_gap(plain, ours, online, level=LEVELS[seeds]),
+        minus_online=parity,
+        p_half=half["p"] if has_gap else 1.0,
+        p_parity=parity["p_same"] if has_gap else 1.0,
+    )
+
+def outcome_of(decision: dict) -> str:
+    if not decision:
+        return "incomplete"
+    if not decision["has_gap"]:
+        return "no gap here, the claim cannot be tested"
+    _, low, high = decision["share"]
+    if decision["p_half"] < decision["level"] and low > 0.5:
+        return "confirmed"
+    if decision["p_half"] < decision["level"] and high < 0.5:
+        return "refuted"
+    return "not decided; eight more seeds" if decision["seeds"] < max(LEVELS) else "not decided"
+
+def decide_task(compared: list[Compared]) -> dict[str, dict]:
+    return decide({one.loss: final_rewards(one) for one in compared if one.loss in DECIDED})
+
+def final_rewards(compared: Compared) -> Rewards | None:
+    """The rewards that the rule reads: of all sixteen seeds, or else of the first eight. None if any is missing."""
+    tests = [compared.tests.get(form, {}) for form in real.FORMS[compared.loss]]
+    for count in sorted(LEVELS, reverse=True):
+        seeds = range(1, count + 1)
+        if all(seed in runs for seed in seeds for runs in tests):
+            plain, ours, online = (
+                np.array([runs[seed]["test"]["reward"] for seed in seeds]) for runs in tests
+            )
+            return plain, ours, online
+    return None
+
+# ---------- The page ----------------------------------------------------------------------------------------
+
+HOW = f"""± is half of the 95 % interval over seeds; differences are paired by seed. A seed is the offline data and the
+run. *Final* is the model after the last step, which alone decides; *best* that of the best validation measurement, with
+its mean step. *Of the gap* has Fieller's 95 % interval. Reward and KL are of the test prompts with
+{real.EVAL_SAMPLES} samples each; KL is to the base, in nats a completion, of one sample a prompt. *Distinct pairs*:
+different pairs of neighbouring words, as a share of all. Seconds are of training, without measurements, beside what
+else ran."""
+
+FORM_HEAD = (
+    "| form | lr, k | seeds | validation | reward, final | KL, final | reward, best | KL, best | best step | − plain | "
+    "− online | of the gap | of the gap, best | greedy | length | distinct pairs | seconds, drawing |"
+)
+
+def page(task: str, compared: list[Compared], decisions: dict[str, dict]) -> str:
+    count = sum(len(one.known) for one in compared)
+    missing = sum(one.missing for one in compared)
+    text = [
+        f"# SmolLM2 on *{task}*: does humanline reach online?",
+        f"{count} runs of [real.py](real.py).",
+    ]
+    if missing:
+        text.append(
+            f"**Incomplete.** Some {missing} runs are missing. "
+            "No form is tested before all forms of its loss are tuned."
+        )
+    text += [setting_table(task, compared), "## Decision", RULE, decision_table(decisions), "## Tests", HOW]
+    for one in compared:
+        facts = one.facts()
+        table = form_table(facts) if facts else "No form has been tuned and tested yet."
+        text += [f"### {one.loss.upper()}", table]
+        text += [part for part in (tuning_table(one), way_table(one)) if part]
+    samples = list(itertools.chain(*map(sample_lines, compared)))
+    if samples:
+        text += ["## What the final models write to test prompts (the first seed)", "\n".join(samples)]
+    return "\n\n".join(text) + "\n"
+
+def setting_table(task: str, compared: list[Compared]) -> str:
+    prompts = {split: count * len(real.TEMPLATES[task]) for split, count in real.TOPICS.items()}
+    outcomes = [outcome for one in compared for outcome in one.known.values()]
+    machines = {f"{outcome['device']}, torch {outcome['torch']}" for outcome in outcomes}
+    listed = lambda values: ", ".join(map(str, values))
+    rates = listed(map(show_rate, real.RATES))
+    ks = f"k {real.FIRST_K}, then {listed(real.OTHER_KS)}"
+    settings = {
+        "model": "SmolLM2-135M-Instruct",
+        "prompts": listed(f"{split} {count}" for split, count in prompts.items()),
+        "offline data": f"{real.SAMPLES} samples of the base for each training prompt and seed",
+        "steps": f"{real.STEPS}, one pass or less; measured every {real.EVERY}",
+        "a step": "DPO {dpo} pairs, KTO {kto} examples, GRPO {grpo} groups".format(**real.BATCH_SIZE),
+        "completion": f"at most {real.MAX_NEW_TOKENS} tokens",
+        "tuning": f"learning rates {rates}; {ks}; seeds {listed(real.TUNING_SEEDS)}",
+        "device": "; ".join(sorted(machines)),
+    }
+    return markdown("| setting | |", map(list, settings.items()))
+
+def decision_table(decisions: dict[str, dict]) -> str:
+    rows = []
+    for loss, decision in decisions.items():
+        numbers = [""] * 7
+        if decision.get("seeds"):
+            parity = "yes" if decision["p_parity"] < 0.05 else "no"
+            numbers = [
+                str(decision["seeds"]),
+                show_difference(decision["gap"]),
+                show_share(decision["share"]),
+                f"{decision['level']}",
+                f"{decision['p_half']:.2g}",
+                show_difference(decision["minus_online"]),
+                f"{parity}, {decision['p_parity']:.2g}",
+            ]
+        rows.append([loss.upper(), *numbers, f"**{decision['outcome']}**"])
+    head = (
+        "| loss | seeds | gap: online − plain | share of the gap | level | p of one half | humanline − online | "
+        "parity, p | claim |"
+    )
+    return markdown(head, rows)
+
+def form_table(facts: dict[str, dict]) -> str:
+    rows = []
+    for name, form in facts.items():
+        rows.append(
+            [
+                name,
+                show_settings(form["lr"], form["k"]),
+                f"{form['seeds']}",
+                f"{form['validation']:.3f}",
+                show(form["reward"]),
+                show(form["kl"], 1),
+                show(form["reward_best"]),
+                show(form["kl_best"], 1),
+                show_mean(form["best_step"], 0),
+                show_difference(form["minus_plain"]),
+                show_difference(form["minus_online"]),
+                show_share(form["share_of_gap"]),
+                show_share(form["share_of_gap_best"]),
+                show(form["greedy"]),
+                show_mean(form["length"], 1),
+                show_mean(form["distinct"], 2),
+                f"{show_mean(form['seconds'], 0)}, {show_mean(form['drawing'], 0)}",
+            ]
+        )
+    return markdown(FORM_HEAD, rows)
+
+def tuning_table(compared: Compared) -> str:
+    """Validation rewards after the last step at every setting; the chosen one is bold."""
+    cells: dict[tuple[str, int], dict[float, list[dict]]] = {}
+    for run, outcome in compared.known.items():
+        if not run.is_test:
+            cells.setdefault((run.form, run.k), {}).setdefault(run.lr, []).append(outcome)
+    if not cells:
+        return ""
+    rates = sorted({lr for row in cells.values() for lr in row})
+    order = real.FORMS[compared.loss]
+    rows = []
+    for form, k in sorted(cells, key=lambda cell: (order.index(cell[0]), cell[1])):
+        words = []
+        for lr in rates:
+            runs = shown(cells[form, k].get(lr, []))
+            word = f"{fmean(run['validation'][-1] for run in runs):.3f}" if runs else ""
+            if compared.settings.get(form) == (lr, k):
+                word = f"**{word}**"
+            words.append(word + "¹" * (len(runs) == 1))
+        rows.append([form, f"{k or ''}", *words])
+    table = markdown(f"| tuning | k | {' | '.join(map(show_rate, rates))} |", rows)
+    return (
+        "Mean validation reward of both tuning seeds after the last step; ¹: of one seed. The chosen setting is bold."
+        f"\n\n{table}"
+    )
+
+def way_table(compared: Compared) -> str:
+    """Reward and KL on the validation prompts on the way, means over the test seeds."""
+    rows = []
+    for form, runs in compared.tests.items():
+        if runs:
+            rewards = np.mean([run["validation"] for run in runs.values()], axis=0)
+            distances = np.mean([run["validation_kl"] for run in runs.values()], axis=0)
+            rows.append([form, *(f"{reward:.3f} at {kl:.1f}" for reward, kl in zip(rewards, distances))])
+    if not rows:
+        return ""
+    steps = " | ".join(f"step {step}" for step in range(0, real.STEPS + 1, real.EVERY))
+    table = markdown(f"| validation: reward at KL, nats | {steps} |", rows)
+    return f"Reward against the distance from the base on the way, means over the seeds.\n\n{table}"
+
+def sample_lines(compared: Compared) -> Iterator[str]:
+    for form, runs in compared.tests.items():
+        for seed in sorted(runs)[:1]:
+            words = []
+            for sample in runs[seed]["samples"]:
+                text = " ".join(evaluation.printable(sample["completion"]).split())
+                words.append(f'{sample["prompt"]} → "{text}" ({sample["reward"]:g})')
+            yield f"- {compared.loss.upper()}, {form}: {'; '.join(words)}"
