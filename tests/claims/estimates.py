@@ -55,6 +55,8 @@ def share_of_gap(
     of 95 % at level 0.05, and without an end where the gap may be 0. paired: which of the three are paired by seed,
     (3, 3)."""
     x, y = np.mean(ours - plain), np.mean(online - plain)
+    if len(plain) < 2:
+        return [float(x / y), -math.inf, math.inf]
     covariance = np.cov([plain, ours, online]) * (paired | np.eye(3, dtype=bool)) / len(plain)
     to_differences = np.array([[-1, 1, 0], [-1, 0, 1]])
     covariance = to_differences @ covariance @ to_differences.T
