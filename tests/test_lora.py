@@ -123,7 +123,7 @@ def test_the_final_folder_is_a_peft_folder_that_merges_to_the_same_model(run, tm
     peft.AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(merged)
     ids = torch.arange(8, 40)[None]
     theirs, whole = plain_peft(adapter), AutoModelForCausalLM.from_pretrained(merged)
-    assert torch.allclose(theirs(ids).logits, whole(ids).logits, rtol=0, atol=1e-5)
+    assert torch.allclose(theirs(ids).logits, whole(ids).logits, rtol=0, atol=1e-4)
     with theirs.disable_adapter():
         assert (theirs(ids).logits - whole(ids).logits).abs().max() > 0.01
 
