@@ -839,7 +839,7 @@ def winrate(flags: Winrate) -> None:
     judge = load_judge(flags.judge, config) if flags.judge else None
     sampler = load(flags.model, config, rewarded=judge is None)
     reward = sampler.reward
-    sampler.check_rows(rows)
+    sampler.check_columns(rows)
     sampler.reward = None  # both sides are rewarded together, below
 
     def completions_by_row(sampler: Sampler, stream: int) -> dict[int, list[str]]:

@@ -542,7 +542,7 @@ def train(config: Config) -> "Run":
     with contextlib.ExitStack() as stack:
         run = Run(config, stack)  # the run's folder, logs, signals and ranks
         rows = [row for source in config.data for row in read_rows(source, config, "--data")]
-        run.check_rows(rows)
+        run.check_ranks(rows)
         policy, tokenizer = load_policy(config, run.device)
         sampler = Sampler(policy, tokenizer, config)
         batches = Batches(config, encode_rows(rows, sampler), sampler.max_positions)
@@ -638,7 +638,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         pending = [dist.all_reduce(p.grad, async_op=True) for p in parameters]
         for reduction in pending:
             reduction.wait()
-    return describe_step(batch, totals, total_loss, z0, config)
+    return step_metrics(batch, totals, total_loss, z0, config)
 
 @torch.no_grad()
 def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> None:
@@ -729,16 +729,16 @@ def decide_verdicts(policy: Module, batch: "Batch", config: Config) -> None:
 
 def kto_reference_point(policy: Module, batch: "Batch", config: Config) -> Tensor:
     """z₀ = max(0, mean of Σ_t d̃_t over mismatched prompts and completions), in nats, for the whole batch."""
-    is_policy = config.ratio_to_old and all(sequence.old_logps is None for sequence in batch.mismatched)
-    if is_policy or not batch.mismatched:  # the log-ratio of the policy with itself is 0
+    is_unchanged = config.ratio_to_old and all(sequence.old_logps is None for sequence in batch.mismatched)
+    if is_unchanged or not batch.mismatched:  # the log-ratio of the policy with itself is 0
         return torch.zeros((), device=policy.device)
     x = log_ratios_without_gradient(policy, batch.mismatched, batch, config)
     perceived, _, _ = perceive(x.log_ratio, x, config)
     z0 = perceived.sum(-1).mean().clamp(min=0)
     return z0.to(policy.device)
 
-def describe_step(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: Tensor | None,
-                  config: Config) -> dict[str, float]:
+def step_metrics(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: Tensor | None,
+                 config: Config) -> dict[str, float]:
     """The metrics of a step, over all ranks; tests/claims/metrics.md explains each of them."""
     report = {"loss": 0.0, "reward": batch.reward}
     sums = {}
@@ -792,7 +792,7 @@ class Run:
         from_first_rank(lambda: check_folder(self.out, config))
         self.checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
 
-    def check_rows(self, rows: list["Row"]) -> None:
+    def check_ranks(self, rows: list["Row"]) -> None:
         """Read --eval-data, and check that all ranks have the same rows and settings."""
         config = self.config
         held_out = read_rows(config.eval_data, config, "--eval-data") if config.eval_data else []
@@ -848,7 +848,7 @@ class Run:
         for unfinished in [*self.out.glob("checkpoint/.step-*"), *self.out.glob(".final-*")]:
             shutil.rmtree(unfinished)  # left by a killed process
         (self.out / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
-        for file in map(self.out.joinpath, LINES):
+        for file in map(self.out.joinpath, LOG_FILES):
             if file.exists() and not self.checkpoint:
                 kept = file.rename(file.with_stem(f"{file.stem}-{time.time_ns()}"))
                 warn(f"no undamaged checkpoint, so the run starts afresh; its old log is now {kept}")
@@ -928,7 +928,7 @@ class Run:
 
 SAMPLER_GAP = 0.1  # largest mean difference between a --sampler and the policy, in nats per token
 EVALUATION = 500_000  # added to the step to seed the samples of a measurement
-LINES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # each line has a step
+LOG_FILES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # each line has a step
 
 class Watch:
     """Warnings about what the metrics show, each printed once per run. A collapse is suspected when the mean
@@ -995,7 +995,7 @@ def check_folder(out: Path, config: Config) -> None:
     settings = out / "config.toml"
     is_run = settings.is_file() and settings.read_bytes().startswith(TOML_HEAD.encode())
     require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
-    for name in "config.toml", *LINES, "checkpoint":
+    for name in "config.toml", *LOG_FILES, "checkpoint":
         require(is_run or not (out / name).exists(),
                 f"--out {out}: {name} there was not written by this version of humanline.py; choose "
                 "another folder")
@@ -1390,7 +1390,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
     if online is None:
         online = config.sample_every > 0
     if online:
-        sampler.check_rows(rows)
+        sampler.check_columns(rows)
         rows = [dataclasses.replace(row, completions=[], tokens=[]) for row in rows]
     has_answers = any(turn["role"] == "assistant" for row in rows for turn in row.prompt)
     if flag == "--data" and has_answers and not tokenizer.chat_template:
@@ -1509,7 +1509,7 @@ class Batches:
         self.loss = LOSSES[config.loss]
         self.pending = deque()
         self.made_until = 0  # the last step whose batch has been made
-        self.prompts = len(groups)
+        self.prompt_count = len(groups)
         self.pool = groups  # online: prompts; offline: units with their groups
         self.per_step = config.batch_size  # how many of them a step takes
         if config.sample_every and self.loss.unit == "example":  # each prompt gives a whole group of examples
@@ -1622,7 +1622,7 @@ class Sampler:
         is_asked = config.sample_every or config.eval_data is not None  # loading a reward can take long
         self.reward = Reward(config) if is_asked else None
 
-    def check_rows(self, rows: list[Row]) -> None:
+    def check_columns(self, rows: list[Row]) -> None:
         """Raises UserError for the first row without a column that the reward needs."""
         name = self.config.reward
         columns = NEEDED_COLUMNS.get(name) if self.reward else None
@@ -2718,7 +2718,7 @@ def in_words(config: Config) -> str:
     elif config.perception != "none":
         form = "humanline's perception alone"
     if config.positive_only:
-        form += " with better completions alone"
+        form += " on better completions alone"
     if config.rpo_alpha:
         form += " with RPO"
     return f"{config.loss.upper()}, {form}"
@@ -2738,7 +2738,7 @@ def describe(run: Run, first: int) -> None:
     elif not config.needs_reference:
         anchor = "nothing"
     print(f"model       {config.model}, {size / 1e6:.2f} M parameters on {run.policy.device}\n"
-          f"data        {' '.join(config.data)}, {run.batches.prompts:,} prompts; completions {source}\n"
+          f"data        {' '.join(config.data)}, {run.batches.prompt_count:,} prompts; completions {source}\n"
           f"objective   {in_words(config)}; log-ratio to {anchor}; perception: {config.perception}\n"
           f"steps       {first} to {run.batches.steps}, batches of {config.batch_size}, lr {config.lr:g}",
           flush=True)

@@ -30,8 +30,8 @@ def short_run(tiny: str, data: str, more: str = "") -> list[str]:
 # Configuration.
 
 @pytest.mark.parametrize("flags, words", [
-    ("", "GRPO, humanline with better completions alone"), ("--no-positive-only", "GRPO, humanline"),
-    ("--no-humanline", "GRPO, plain with better completions alone"),
+    ("", "GRPO, humanline on better completions alone"), ("--no-positive-only", "GRPO, humanline"),
+    ("--no-humanline", "GRPO, plain on better completions alone"),
     ("--no-humanline --no-positive-only", "GRPO, plain"), ("--loss dpo", "DPO, humanline with RPO"),
     ("--loss dpo --no-humanline --rpo-alpha 0", "DPO, plain"),
     ("--model x --data y --loss dpo --perception none", "DPO, humanline's sync alone"),

@@ -37,7 +37,7 @@ def test_the_command_without_arguments_trains_a_model_and_suggests_the_baseline(
     assert len(lines) == 256 and lines[-1]["accuracy"] == pytest.approx(after, abs=5e-4)
     monkeypatch.chdir(folder)
     config = humanline.parse_config(last.split(f"python {ROOT}/humanline.py ")[1].split())
-    assert humanline.in_words(config) == "GRPO, plain with better completions alone" and config.lr == 8e-4
+    assert humanline.in_words(config) == "GRPO, plain on better completions alone" and config.lr == 8e-4
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
