@@ -2769,7 +2769,7 @@ def last_line(run: Run) -> str:
     other = "--no-humanline" if run.config.humanline else "--humanline"
     seconds = time.perf_counter() - run.started
     return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in {seconds:.0f} s; the model is in "
-            f"{run.out / 'final'}; compare with the best --lr of: {again} {other}")
+            f"{run.out / 'final'}; to compare, tune --lr of: {again} {other}")
 
 if __name__ == "__main__":
     sys.modules["humanline"] = sys.modules["__main__"]  # for --sampler files that import it

@@ -352,7 +352,7 @@ def test_the_file_alone_trains_offline_and_online(alone, tiny, data_files, data,
     assert done.returncode == 0, done.stderr
     assert len(metrics(alone.folder / data)) == 3
     assert (alone.folder / data / "final" / "model.safetensors").exists()
-    assert "; compare with the best --lr of: python humanline.py --config" in done.stdout
+    assert "; to compare, tune --lr of: python humanline.py --config" in done.stdout
 
 
 MOODS = """
