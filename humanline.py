@@ -778,7 +778,6 @@ class Run:
         self.started, self.shown_at = time.perf_counter(), -math.inf
         self.stopped_at: int | None = None  # the step after which a signal stopped the run
         self.latest: dict[str, float] = {}  # latest value of every metric, and values before the first step
-        self.unwritten: list[tuple[str, list[dict]]] = []  # rollouts by file, until the step is logged
         self.watch = Watch()
         self.signals = note_signals(stack)
         require(config.model, "--model is missing; pass a Hugging Face name or a folder")
@@ -869,7 +868,7 @@ class Run:
 
     def keep_rollouts(self, file: str, rollouts: list[Group], rows: list["Row"],
                       step: int) -> dict[str, float]:
-        """Note rollouts for a file of the run, one line per completion, and return their metrics."""
+        """Append rollouts to a file of the run, one line per completion, and return their metrics."""
         lines = []
         for number, group in enumerate(rollouts):
             texts = self.sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
@@ -880,7 +879,8 @@ class Run:
                     completion=texts[i], reward=group.rewards[i], advantage=advantage,
                     truncated=ids[-1] not in self.sampler.stop_ids, tokens=ids, logps=group.logps[i],
                     temperature=self.config.temperature, top_p=self.config.top_p))
-        self.unwritten.append((file, lines))
+        if RANK == 0:  # at once, so that a step that diverges can be read
+            append_lines(self.out / file, lines)
         if RANK == 0 and time.monotonic() > self.shown_at + 10:  # show the best one every ten seconds
             self.shown_at = time.monotonic()
             best = max(lines, key=lambda line: line["reward"])
@@ -892,7 +892,7 @@ class Run:
                 "entropy": -fmean(logp for line in lines for logp in line["logps"])}
 
     def log(self, line: dict) -> None:
-        """Write the report of a step and its rollouts to the folder and --track, and print warnings.
+        """Write the report of a step to metrics.jsonl and --track, and print warnings.
         Raises UserError if an external sampler with the same weights gives other log-probs."""
         # With --top-p below 1, the sampler's log-probs are renormalized over the nucleus, and so larger by up
         # to -log(top_p).
@@ -911,11 +911,9 @@ class Run:
         for warning in self.watch(line):
             warn(f"step {line['step']}: {warning}")
         if RANK == 0:
-            for file, lines in [*self.unwritten, ("metrics.jsonl", [line])]:
-                append_lines(self.out / file, lines)
+            append_lines(self.out / "metrics.jsonl", [line])
             if self.track:
                 self.track(line, step=line["step"])
-        self.unwritten.clear()
         self.steps.set_postfix(loss=line["loss"], reward=line.get("reward"), refresh=False)
 
     def finish(self) -> None:
