@@ -20,7 +20,9 @@ def estimate(values: Iterable[float]) -> list[float]:
     half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
     return [float(values.mean()), float(half)]
 
-def compare(ours: np.ndarray, theirs: np.ndarray, paired: bool = True, margin: float = MARGIN) -> dict:
+def compare(
+    ours: np.ndarray, theirs: np.ndarray, paired: bool = True, margin: float = MARGIN
+) -> dict:
     """ours - theirs over seeds, paired or by Welch's test: the mean, its 95 % interval, p of no difference (two-sided),
     and p_same of a difference of `margin` or more either way (two one-sided tests)."""
 

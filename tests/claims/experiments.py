@@ -57,11 +57,16 @@ class Task:
 
 RATES = 5e-5, 1e-4, 2e-4, 4e-4, 8e-4
 DEMO_SIZES = dict(grpo=32, dpo=32, kto=128)  # groups of 8, pairs, completions
-TASKS = {task.name: task for task in (
-    Task("two-digits", 256, 32, 0.5, DEMO_SIZES, RATES, (1, 8, 24, 128)),
-    Task("five-sorted", 200, 40, 0.3, DEMO_SIZES, RATES, (1, 8, 24, 128)),
-    Task("six-digits", 128, 32, 0.4, dict(grpo=16, dpo=32, kto=64), (1e-4, 2e-4, 4e-4), (8, 24)),
-)}
+TASKS = {
+    task.name: task
+    for task in (
+        Task("two-digits", 256, 32, 0.5, DEMO_SIZES, RATES, (1, 8, 24, 128)),
+        Task("five-sorted", 200, 40, 0.3, DEMO_SIZES, RATES, (1, 8, 24, 128)),
+        Task(
+            "six-digits", 128, 32, 0.4, dict(grpo=16, dpo=32, kto=64), (1e-4, 2e-4, 4e-4), (8, 24)
+        ),
+    )
+}
 
 # A form's flags; {k} is its --sync-k. `--loss` names an entry of neighbours.py, if the form has one. Runs with taper that
 # are stored were made when humanline.py had it, as `--taper` and `--prior 1`.
@@ -123,8 +128,10 @@ class Run:
         task = TASKS[self.task]
         form = FORMS_OF[self.loss][self.form].format(k=self.k, loss=self.loss)
         loss = "" if "--loss" in form else f"--loss {self.loss} "
-        return (f"{loss}{form} --lr {self.lr:g} --steps {task.steps} --batch-size {task.batch_size[self.loss]} "
-                f"--eval-every {task.every} --seed {self.seed}").split()
+        return (
+            f"{loss}{form} --lr {self.lr:g} --steps {task.steps} --batch-size {task.batch_size[self.loss]} "
+            f"--eval-every {task.every} --seed {self.seed}"
+        ).split()
 
 def plan(task: Task, known: dict[Run, dict], seeds: tuple[list[int], list[int]]) -> list[Run]:
     """The runs that the rule asks for next, given those that are known; none when all is done."""
@@ -135,26 +142,37 @@ def plan(task: Task, known: dict[Run, dict], seeds: tuple[list[int], list[int]])
             ks = task.ks if "{k}" in flags else (0,)
             wave = [Run(task.name, loss, form, lr, k, first) for lr in task.rates for k in ks]
             if all(run in known for run in wave):
-                wave = [Run(task.name, loss, form, lr, k, second)
-                        for lr, k in ranked(task, loss, form, known, [first])[:SECOND_BASE]]
+                wave = [
+                    Run(task.name, loss, form, lr, k, second)
+                    for lr, k in ranked(task, loss, form, known, [first])[:SECOND_BASE]
+                ]
             if all(run in known for run in wave):
                 lr, k = ranked(task, loss, form, known, [first, second])[0]
                 further = {task.rates[0]: lr / 2, task.rates[-1]: 2 * lr}
-                wave = [Run(task.name, loss, form, further.get(lr, lr), k, seed) for seed in (first, second)]
+                wave = [
+                    Run(task.name, loss, form, further.get(lr, lr), k, seed)
+                    for seed in (first, second)
+                ]
             if all(run in known for run in wave):
                 lr, k = ranked(task, loss, form, known, [first, second])[0]
                 wave = [Run(task.name, loss, form, lr, k, seed) for seed in seeds[1]]
             missing += [run for run in wave if run not in known]
     return missing
 
-def ranked(task: Task, loss: str, form: str, known: dict[Run, dict], seeds: list[int]) -> list[tuple[float, int]]:
+def ranked(
+    task: Task, loss: str, form: str, known: dict[Run, dict], seeds: list[int]
+) -> list[tuple[float, int]]:
     """The settings, learning rate and k, that were run on all these bases, by pass@1 of validation at the end, the mean
     over the bases, best first."""
     ends: dict[tuple[float, int], list[float]] = {}
     for run, outcome in known.items():
         if (run.task, run.loss, run.form) == (task.name, loss, form) and run.seed in seeds:
             ends.setdefault((run.lr, run.k), []).append(outcome["validation"][-1])
-    means = {settings: round(fmean(values), 4) for settings, values in ends.items() if len(values) == len(seeds)}
+    means = {
+        settings: round(fmean(values), 4)
+        for settings, values in ends.items()
+        if len(values) == len(seeds)
+    }
     return sorted(means, key=lambda settings: (-means[settings], settings[0], -settings[1]))
 
 # Metrics under the names that they had when the first runs were stored.
@@ -165,14 +183,29 @@ def read_results(path: Path) -> dict[Run, dict]:
     known = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         outcome = {RENAMED.get(name, name): value for name, value in json.loads(line).items()}
-        known[Run(*(outcome[name] for name in ("task", "loss", "form", "lr", "k", "seed")))] = outcome
+        known[Run(*(outcome[name] for name in ("task", "loss", "form", "lr", "k", "seed")))] = (
+            outcome
+        )
     return known
 
 # ---------- One run -----------------------------------------------------------------------------------------
 
 # Means of these metrics of a run are stored, over the steps between two measurements.
-MECHANISM = ("clip_fraction_low", "clip_fraction_high", "clamped_low", "clamped_high", "drift", "kl", "ess",
-             "taper_weight", "no_difference", "grad_norm", "logp_wanted", "sample_seconds", "step_seconds")
+MECHANISM = (
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "clamped_low",
+    "clamped_high",
+    "drift",
+    "kl",
+    "ess",
+    "taper_weight",
+    "no_difference",
+    "grad_norm",
+    "logp_wanted",
+    "sample_seconds",
+    "step_seconds",
+)
 
 def train(run: Run, home: Path) -> dict:
     """Train; pass@1 on both halves of the held-out problems, greedy accuracy, KL to the base, and the mechanism."""
@@ -186,21 +219,44 @@ def train(run: Run, home: Path) -> dict:
         if step == 0:
             trainer.base = copy.deepcopy(trainer.policy)
         right, is_greedy = score(trainer.policy, trainer.sampler, test)
-        measured.append(dict(step=step, validation=fmean(right[:half]), test=fmean(right[half:]),
-                             greedy=fmean(is_greedy[half:]), base_kl=kl_to(trainer.base, trainer, test[:half])))
+        measured.append(
+            dict(
+                step=step,
+                validation=fmean(right[:half]),
+                test=fmean(right[half:]),
+                greedy=fmean(is_greedy[half:]),
+                base_kl=kl_to(trainer.base, trainer, test[:half]),
+            )
+        )
         return {}
 
     humanline.Run.measure = measure
     with tempfile.TemporaryDirectory() as folder, quietly() as said:
         out = Path(folder, "run")
-        flags = [*run.flags(), "--model", str(base / "model"), "--data", str(base / "rows.jsonl"),
-                 "--eval-data", str(base / "test.jsonl"), "--max-new-tokens", str(recipe.max_new_tokens),
-                 "--save-every", "0", "--out", str(out)]
+        flags = [
+            *run.flags(),
+            "--model",
+            str(base / "model"),
+            "--data",
+            str(base / "rows.jsonl"),
+            "--eval-data",
+            str(base / "test.jsonl"),
+            "--max-new-tokens",
+            str(recipe.max_new_tokens),
+            "--save-every",
+            "0",
+            "--out",
+            str(out),
+        ]
         status = humanline.main(flags)
         lines = humanline.read_lines(out / "metrics.jsonl")
-        if status not in (0, 1) or (status == 1 and "stopped: step" not in said.getvalue()):  # 1: it diverged
+        if status not in (0, 1) or (
+            status == 1 and "stopped: step" not in said.getvalue()
+        ):  # 1: it diverged
             raise RuntimeError(f"{' '.join(flags)}: {said.getvalue()[-500:]}")
-    outcome = vars(run) | dict(flags=" ".join(run.flags()), device="CPU, one thread", torch=torch.__version__)
+    outcome = vars(run) | dict(
+        flags=" ".join(run.flags()), device="CPU, one thread", torch=torch.__version__
+    )
     steps = list(range(0, task.steps + 1, task.every))
     for name in ("validation", "test", "greedy", "base_kl"):
         values = [line[name] for line in measured]
@@ -211,9 +267,14 @@ def train(run: Run, home: Path) -> dict:
             if any(mean is not None for mean in means):
                 outcome[name] = means
         if run.k:  # the drift of the last step before each sync: how far a sync moves the reference
-            ends = [line | dict(moved=line["drift"]) for line in lines
-                    if line["step"] % run.k == 0 and "drift" in line]  # without a difference there is none
-            outcome["moved"] = [mean_between(ends, "moved", *between) for between in zip(steps, steps[1:])]
+            ends = [
+                line | dict(moved=line["drift"])
+                for line in lines
+                if line["step"] % run.k == 0 and "drift" in line
+            ]  # without a difference there is none
+            outcome["moved"] = [
+                mean_between(ends, "moved", *between) for between in zip(steps, steps[1:])
+            ]
     return outcome
 
 def mean_between(lines: list[dict], name: str, after: int, until: int) -> float | None:
@@ -222,13 +283,21 @@ def mean_between(lines: list[dict], name: str, after: int, until: int) -> float 
     return float(f"{fmean(values):.4g}") if values else None
 
 @torch.no_grad()
-def score(policy: torch.nn.Module, sampler: humanline.Sampler, rows: list[dict]) -> tuple[list[float], list[bool]]:
+def score(
+    policy: torch.nn.Module, sampler: humanline.Sampler, rows: list[dict]
+) -> tuple[list[float], list[bool]]:
     """For each row, whose prompt has one right answer: its probability, which is pass@1 without the noise of samples;
     and whether each of its tokens is the likeliest."""
-    prompts, answers = encode(sampler, rows), [row["answer"] + sampler.tokenizer.eos_token for row in rows]
-    wholes = [(prompt, ids) for prompt, ids in zip(prompts, sampler.tokenizer(answers)["input_ids"])]
+    prompts, answers = encode(sampler, rows), [
+        row["answer"] + sampler.tokenizer.eos_token for row in rows
+    ]
+    wholes = [
+        (prompt, ids) for prompt, ids in zip(prompts, sampler.tokenizer(answers)["input_ids"])
+    ]
     ids = pad_sequence([torch.tensor(prompt + answer) for prompt, answer in wholes], True)
-    labels = pad_sequence([torch.tensor([-100] * len(prompt) + answer) for prompt, answer in wholes], True, -100)[:, 1:]
+    labels = pad_sequence(
+        [torch.tensor([-100] * len(prompt) + answer) for prompt, answer in wholes], True, -100
+    )[:, 1:]
     right, is_greedy = [], []
     for some_ids, some_labels in zip(ids.split(100), labels.split(100)):
         logits = policy(some_ids).logits[:, :-1]
@@ -299,12 +368,18 @@ def start_worker() -> None:
     humanline.encode_dialogues = encode_once
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tasks", nargs="+", choices=TASKS)
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--bases", type=Path, default=Path("evals/bases"), help="a folder for the tiny models")
+    parser.add_argument(
+        "--bases", type=Path, default=Path("evals/bases"), help="a folder for the tiny models"
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--dry", action="store_true", help="count what is missing, and train nothing")
+    parser.add_argument(
+        "--dry", action="store_true", help="count what is missing, and train nothing"
+    )
     flags = parser.parse_args()
     flags.bases.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
@@ -312,13 +387,21 @@ def main() -> None:
         for task in map(TASKS.get, flags.tasks):
             path = flags.results / f"tuned-{task.name}.jsonl"
             known = read_results(path)
-            seeds = (learned_bases(pool, task, 101, TUNING_BASES, flags.bases),
-                     learned_bases(pool, task, 1, TEST_BASES, flags.bases))
+            seeds = (
+                learned_bases(pool, task, 101, TUNING_BASES, flags.bases),
+                learned_bases(pool, task, 1, TEST_BASES, flags.bases),
+            )
             while missing := plan(task, known, seeds):
-                print(f"{task.name}: {len(known)} runs are stored, {len(missing)} come next", flush=True)
+                print(
+                    f"{task.name}: {len(known)} runs are stored, {len(missing)} come next",
+                    flush=True,
+                )
                 if flags.dry:
                     break
-                asked = [pool.submit(train, run, flags.bases) for run in sorted(missing, key=lambda run: run.seed)]
+                asked = [
+                    pool.submit(train, run, flags.bases)
+                    for run in sorted(missing, key=lambda run: run.seed)
+                ]
                 for done in concurrent.futures.as_completed(asked):
                     with path.open("a") as file:
                         file.write(json.dumps(done.result()) + "\n")

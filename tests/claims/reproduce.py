@@ -24,7 +24,17 @@ import decide
 import experiments
 import eval as evaluation
 import first_real
-from estimates import MARGIN, compare, estimate, holm, markdown, share_of_gap, show, show_difference, show_mean
+from estimates import (
+    MARGIN,
+    compare,
+    estimate,
+    holm,
+    markdown,
+    share_of_gap,
+    show,
+    show_difference,
+    show_mean,
+)
 from estimates import show_rate, show_settings, show_share, shown
 from experiments import FORMS_OF, TASKS, Run
 
@@ -104,7 +114,9 @@ class Tuned:
 
     def best_neighbour(self, loss: str) -> str | None:
         """The published neighbour that is best on the validation problems of the tuning bases."""
-        names = [name for of, name in self.forms if of == loss and name in experiments.NEIGHBOURS[loss]]
+        names = [
+            name for of, name in self.forms if of == loss and name in experiments.NEIGHBOURS[loss]
+        ]
         return max(names, key=lambda name: self.forms[loss, name].validation, default=None)
 
     def facts(self, loss: str) -> dict[str, dict]:
@@ -469,7 +481,10 @@ def draw_real(cells: list[first_real.Stored], path: Path) -> None:
             runs = list(cell.at_tuned(name).values())
             points = np.array(
                 [
-                    [(run[f"kl {step}"], run[f"reward {step}"]) for step in first_real.steps_of(runs)]
+                    [
+                        (run[f"kl {step}"], run[f"reward {step}"])
+                        for step in first_real.steps_of(runs)
+                    ]
                     for run in runs
                 ]
             )
@@ -491,7 +506,11 @@ class Everything:
 
     def __init__(self):
         self.tasks = [Tuned(name) for name in TASKS]
-        self.cells = [first_real.Stored(task, loss) for task in first_real.TASKS for loss in first_real.FORMS_OF]
+        self.cells = [
+            first_real.Stored(task, loss)
+            for task in first_real.TASKS
+            for loss in first_real.FORMS_OF
+        ]
         self.tiny = {
             tuned.name: {loss: tuned.facts(loss) for loss in FORMS_OF} for tuned in self.tasks
         }
@@ -536,7 +555,9 @@ class Everything:
         for tuned, loss in itertools.product(self.tasks, FORMS_OF):
             if (loss, HUMANLINE) in tuned.forms:
                 names = {HUMANLINE: HUMANLINE, NEIGHBOUR: tuned.best_neighbour(loss)}
-                found[loss, tuned.name] = {label: tuned.share(loss, name) for label, name in names.items()}
+                found[loss, tuned.name] = {
+                    label: tuned.share(loss, name) for label, name in names.items()
+                }
         return found | first_base()
 
     def draw(self, out: Path) -> None:
