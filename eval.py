@@ -1248,7 +1248,7 @@ def plot(flags: Plot) -> None:
         for name in names:
             require(
                 name in logged,
-                f"{flag} {name}: no run has logged this metric; {humanline.suggest(name, logged)}",
+                f"{flag} {name}: no run has logged this metric; choose from {', '.join(sorted(logged))}",
             )
     panels = flags.metrics or [name for name in PANELS if name in logged]
     picture_curves(groups, panels, flags.against, out)
@@ -1344,7 +1344,6 @@ def main(argv: list[str] | None = None) -> int:
     import transformers
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    humanline.print_anything()
     try:
         flags = humanline.parse_flags(sys.argv[1:] if argv is None else argv, kind=Command)
         check_flags(flags)

@@ -6,7 +6,7 @@ An implementation of "Humanline: Online Alignment as Perceptual Loss" (arXiv 250
   python humanline.py --loss grpo --sync-k 12              # sync the reference every 12 steps
   python humanline.py --no-humanline --no-positive-only    # the baseline: plain GRPO
   python humanline.py --no-humanline --sample-every 1      # online: draw new completions at every step
-  python humanline.py --loss dpo                           # pairs: the best and worst sample of each prompt
+  python humanline.py --loss dpo --no-positive-only        # pairs: the best and worst sample of each prompt
 
 With your own model and data (the README shows the rows), on one GPU, on eight, and after an interruption:
 
@@ -48,7 +48,6 @@ weights, images, tools, and several turns within one rollout.
 import contextlib
 import dataclasses
 import datetime
-import difflib
 import fcntl
 import functools
 import hashlib
@@ -102,8 +101,8 @@ class Config:
     loss: str = "grpo"  # The objective: grpo, dpo or kto.
     model: str | None = None  # A Hugging Face model or a folder. Default: the demo's tiny model.
     data: tuple[str, ...] = ()
-    """Training data, as NAME[:[CONFIG:]SPLIT]. NAME is a .jsonl, .json, .csv or .parquet file, a folder, or a
-    data set on the Hugging Face hub."""
+    """Training data, as NAME[:[CONFIG:]SPLIT]. NAME is a .jsonl, .json or .parquet file, a folder, or a data
+    set on the Hugging Face hub."""
     limit: int | None = None  # Read at most this many rows from each source.
     eval_data: str | None = None  # Held-out rows to measure on; see --eval-every.
     reward: str = "exact"
@@ -149,11 +148,9 @@ class Config:
     # Not in the paper: against collapse on off-policy data (other models' completions, or old rollouts),
     # where each sync allows worse completions to be pushed down further, without limit.
     positive_only: bool = False
-    """Train only on better completions, as in RAFT++ (Xiong et al. 2025): those with a positive advantage
-    (GRPO) or desirable ones (KTO). The others count as 0 in the mean."""
-    rpo_alpha: float = 0.0
-    """DPO: add this times the mean negative log-prob of the chosen completion's tokens (RPO, Pang et al.
-    2024)."""
+    """Train only on better completions: those with a positive advantage (GRPO; RAFT++, Xiong et al. 2025) or
+    desirable ones (KTO), while the others count as 0 in the mean; or with DPO, supervised finetuning on the
+    chosen completions, without a reference."""
 
     # Settings of the objectives.
     beta: float = 0.1  # DPO and KTO: strength of the pull towards the reference.
@@ -224,9 +221,11 @@ class Config:
         default = {field.name: field.default for field in dataclasses.fields(self)}
         # What differs from its default.
         self.given = {name: value for name, value in vars(self).items() if value != default[name]}
-        require(self.loss in LOSSES, f"--loss {self.loss}: {suggest(self.loss, LOSSES)}")
+        require(self.loss in LOSSES, f"--loss {self.loss}: choose one of {', '.join(sorted(LOSSES))}")
         loss = LOSSES[self.loss]
-        if not self.humanline or not loss.needs_reference:
+        needs_reference = loss.needs_reference and not (self.positive_only and loss.unit == "pair")
+        self.is_plain = not self.humanline or not needs_reference
+        if self.is_plain:
             self.sync_k = 0
             self.perception = "none"
         if self.lr is None:
@@ -238,8 +237,8 @@ class Config:
         self.out = self.out and os.path.expanduser(self.out)
         check_config(self)
         # Online, a plain loss compares the policy with the old policy; only its KL is to the reference.
-        self.ratio_to_old = loss.needs_reference and self.sample_every > 0 and self.sync_k == 0
-        self.needs_reference = loss.needs_reference and (not self.ratio_to_old or self.kl_beta > 0)
+        self.ratio_to_old = needs_reference and self.sample_every > 0 and self.sync_k == 0
+        self.needs_reference = needs_reference and (not self.ratio_to_old or self.kl_beta > 0)
         # T in softmax(logits / T): the sampling temperature for rollouts, 1 for the completions in the data.
         self.logits_temperature = self.temperature if self.sample_every else 1.0
         self.draws_outside = self.sample_every > 0 and self.sampler != "generate"
@@ -248,8 +247,7 @@ class Config:
         self.shares_prompts = False  # whether a row of the forward pass may hold several completions
 
 RANGES = {  # smallest and largest value of settings
-    (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high lora "
-               "rpo_alpha",
+    (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high lora",
     (1, 1e12): "max_new_tokens sample_tokens steps max_length max_prompt_length microbatch_tokens keep "
                "batch_size group_size eval_prompts eval_samples limit lora_alpha",
     (1e-12, 1e12): "gamma_p gamma_r beta_p beta_r beta desirable_weight undesirable_weight epsilon lr "
@@ -432,7 +430,7 @@ class Microbatch:
     old_logps: Tensor | None  # (N, T) log π_old; None: the old policy is the policy itself
     sampler_logps: Tensor | None  # (N, T) log μ; None: unknown
     verdicts: Tensor | None  # (N, T) of --perception sample
-    step: int  # the optimizer step, from 1
+    step: int = 0  # the optimizer step, from 1
     z0: Tensor | None = None  # () the reference point of KTO
     share: float = 1.0  # 0: a copy of another microbatch, computed only to keep pace with other ranks
 
@@ -475,12 +473,10 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
             sequence.kto_weight = config.desirable_weight or balanced
 
 def compute_dpo(x: Microbatch, config: Config) -> Tensor:
+    if config.positive_only:  # `make_units` has left the chosen alone
+        return -x.logps.sum(-1) / x.mask.sum(-1)
     note_implicit_rewards(x, config)
-    losses = dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
-    if config.rpo_alpha:
-        nll = -(x.logps.sum(-1) / x.mask.sum(-1))[0::2]  # of the chosen
-        losses = losses + config.rpo_alpha * nll
-    return losses
+    return dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
 
 def compute_kto(x: Microbatch, config: Config) -> Tensor:
     note_implicit_rewards(x, config)
@@ -523,7 +519,7 @@ LOSSES = {
         unit="group",
         settings="epsilon epsilon_high scale_rewards kl_beta average positive_only",
     ),
-    "dpo": Loss(compute=compute_dpo, make_units=best_against_worst, unit="pair", settings="beta rpo_alpha"),
+    "dpo": Loss(compute=compute_dpo, make_units=best_against_worst, unit="pair", settings="beta positive_only"),
     "kto": Loss(
         compute=compute_kto,
         make_units=above_and_below_mean,
@@ -545,7 +541,8 @@ def train(config: Config) -> "Run":
         run.check_ranks(rows)
         policy, tokenizer = load_policy(config, run.device)
         sampler = Sampler(policy, tokenizer, config)
-        batches = Batches(config, encode_rows(rows, sampler), sampler.max_positions)
+        groups = encode_rows(rows, sampler, online=config.sample_every > 0)
+        batches = Batches(config, groups, sampler.max_positions)
         optimizer = torch.optim.AdamW(trained(policy).values(), config.lr, eps=config.adam_eps,
                                       weight_decay=config.weight_decay, fused=True)
         reference = Reference(policy, batches, config)
@@ -615,7 +612,8 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         z0 = kto_reference_point(policy, batch, config)
 
     active = [sequence for sequence in batch.sequences if not sequence.is_idle]
-    for x in microbatches(policy, active, config, batch.step, z0):  # those of this rank
+    for x in microbatches(policy, active, config):  # those of this rank
+        x.step, x.z0 = batch.step, z0
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
             x.logps = log_probs(policy, x.packed, config.logits_temperature)
         take_log_ratios(x, config)
@@ -667,7 +665,8 @@ def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> Non
             x.metrics["sampler_gap"] = to_sampler.abs(), x.mask
     for name, (values, where) in x.metrics.items():
         total = (values * where).sum().double()
-        totals[name] = totals.get(name, 0) + torch.stack([total, where.sum().double()])
+        count = where.sum().double()
+        totals[name] = totals.get(name, 0) + torch.stack([total, count])
 
 def take_log_ratios(x: Microbatch, config: Config) -> None:
     """Fill in d and the log-ratio that perception works on, as far as the loss needs them."""
@@ -701,14 +700,16 @@ def share_of_mean(losses: Tensor, x: Microbatch, batch: "Batch", config: Config)
     if config.average == "constant":
         return (losses * x.mask).sum() / (count * config.max_new_tokens)
     if config.average == "sequence":
-        return ((losses * x.mask).sum(-1) / x.mask.sum(-1)).sum() / count
+        means = (losses * x.mask).sum(-1) / x.mask.sum(-1)
+        return means.sum() / count
     tokens = sum(len(sequence.completion) for sequence in batch.sequences)
     return (losses * x.mask).sum() / tokens
 
 def log_ratios_without_gradient(policy: Module, sequences: list[Sequence], batch: "Batch",
                       config: Config) -> Microbatch:
     """The record of these sequences up to their log-ratios, without gradients, on the CPU of every rank."""
-    x = make_microbatch([[sequence] for sequence in sequences], torch.device("cpu"), batch.step)
+    x = make_microbatch([[sequence] for sequence in sequences], torch.device("cpu"))
+    x.step = batch.step
     x.logps = pad_sequence(sequence_logps(policy, sequences, config), batch_first=True)
     take_log_ratios(x, config)
     return x
@@ -723,8 +724,7 @@ def decide_verdicts(policy: Module, batch: "Batch", config: Config) -> None:
     generator = torch.Generator().manual_seed(seed_for(config.seed, "reject", batch.step))
     verdicts = humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), config.gamma_p, config.gamma_r,
                                   config.beta_p, config.beta_r, generator)
-    lengths = x.mask.sum(-1).tolist()
-    for sequence, tokens in zip(batch.sequences, verdicts.split(lengths)):
+    for sequence, tokens in zip(batch.sequences, verdicts.split(x.mask.sum(-1).tolist())):
         sequence.verdicts = tokens
 
 def kto_reference_point(policy: Module, batch: "Batch", config: Config) -> Tensor:
@@ -734,8 +734,7 @@ def kto_reference_point(policy: Module, batch: "Batch", config: Config) -> Tenso
         return torch.zeros((), device=policy.device)
     x = log_ratios_without_gradient(policy, batch.mismatched, batch, config)
     perceived, _, _ = perceive(x.log_ratio, x, config)
-    z0 = perceived.sum(-1).mean().clamp(min=0)
-    return z0.to(policy.device)
+    return perceived.sum(-1).mean().clamp(min=0).to(policy.device)
 
 def step_metrics(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: Tensor | None,
                  config: Config) -> dict[str, float]:
@@ -775,7 +774,7 @@ class Run:
         transformers.utils.logging.disable_progress_bar()
         self.config = config
         self.stack = stack
-        self.started, self.shown_at = time.perf_counter(), -math.inf
+        self.started = time.perf_counter()
         self.stopped_at: int | None = None  # the step after which a signal stopped the run
         self.latest: dict[str, float] = {}  # latest value of every metric, and values before the first step
         self.watch = Watch()
@@ -786,8 +785,8 @@ class Run:
                 f"--eval-every {config.eval_every} needs data to measure on; add --eval-data ROWS")
         self.device = join_ranks()
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; use torchrun")
-        new_name = time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")
-        self.out = Path(from_first_rank(lambda: config.out or new_name))
+        self.out = from_first_rank(lambda: Path(
+            config.out or time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")))
         from_first_rank(lambda: check_folder(self.out, config))
         self.checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
 
@@ -796,20 +795,21 @@ class Run:
         config = self.config
         held_out = read_rows(config.eval_data, config, "--eval-data") if config.eval_data else []
         self.eval_rows = held_out[: config.eval_prompts]
-        prompts = {str(row.prompt) for row in rows}
-        seen = sum(str(row.prompt) in prompts for row in self.eval_rows)
+        seen = {str(row.prompt) for row in rows}
+        seen &= {str(row.prompt) for row in self.eval_rows}
         if seen:
-            warn(f"--eval-data: {seen} of its prompts are also in --data")
-        fields = json.dumps([row.fields for row in rows], default=str)
-        self.fingerprint = hashlib.sha256(fields.encode()).hexdigest()  # must be the same on resume
+            warn(f"--eval-data: {len(seen)} of its prompts are also in --data")
+        # Must be the same on resume.
+        fields = json.dumps([row.fields for row in rows], default=str).encode()
+        self.fingerprint = hashlib.sha256(fields).hexdigest()
         files = [*Path(config.model).glob("*.safetensors")]
         for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
             file = Path(spec.rpartition(":")[0])  # of "exact": the working folder, which is not hashed
             require(file.exists(), f"{flag} {spec}: No such file: {file}; write FILE.py:function")
             files.append(file)
         self.fingerprint += from_first_rank(lambda: str(hashes(files)))
-        settings = gather_from_ranks(f"{config} {self.fingerprint}")
-        require(len(set(settings)) == 1, "the ranks have different flags or rows")
+        settings = set(gather_from_ranks(f"{config} {self.fingerprint}"))
+        require(len(settings) == 1, "the ranks have different flags or rows")
 
     def begin(self, sampler: "Sampler", batches: "Batches", optimizer: torch.optim.Optimizer,
               reference: "Reference") -> None:
@@ -820,7 +820,7 @@ class Run:
         batches.fingerprint = self.fingerprint + str(sampler.tokenizer.chat_template)
         self.eval_groups = []
         if self.eval_rows:
-            self.eval_groups = encode_rows(self.eval_rows, sampler, "--eval-data", online=True)
+            self.eval_groups = encode_rows(self.eval_rows, sampler, True, "--eval-data")
         from_first_rank(lambda: lock(self.out, config, self.stack))
         if config.sampler != "generate":
             path, _, name = config.sampler.rpartition(":")
@@ -831,9 +831,11 @@ class Run:
             first += load_checkpoint(self.checkpoint, optimizer, reference)
         if RANK == 0:
             self.track = start_tracker(config, self.out) if config.track else None
-            self.take_up_folder(first)
+            (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            for file in map(self.out.joinpath, LOG_FILES):
+                if file.exists():
+                    cut_lines(file, first if self.checkpoint else 0)  # later steps are repeated
             describe(self, first)
-            warn_of_oddities(self)
         for line in from_first_rank(lambda: read_lines(self.out / "metrics.jsonl")):
             self.watch(line)
             self.latest |= line
@@ -841,18 +843,6 @@ class Run:
                           **{"disable": True} if RANK else {})
         if first == 1:
             self.latest = {f"{name}_before": value for name, value in self.measure(0).items()}
-
-    def take_up_folder(self, first: int) -> None:
-        """Prepare the files in the folder for a run whose next step is `first`."""
-        for unfinished in [*self.out.glob("checkpoint/.step-*"), *self.out.glob(".final-*")]:
-            shutil.rmtree(unfinished)  # left by a killed process
-        (self.out / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
-        for file in map(self.out.joinpath, LOG_FILES):
-            if file.exists() and not self.checkpoint:
-                kept = file.rename(file.with_stem(f"{file.stem}-{time.time_ns()}"))
-                warn(f"no undamaged checkpoint, so the run starts afresh; its old log is now {kept}")
-            elif file.exists():
-                cut_lines(file, first)  # later steps are repeated
 
     def measure(self, step: int) -> dict[str, float]:
         """On --eval-data: `accuracy`, the mean reward of samples, and `greedy`, that of greedy ones."""
@@ -864,6 +854,9 @@ class Run:
                 measured[name] = fmean(fmean(group.rewards) for group in rollouts)
                 if name == "accuracy":
                     self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step)
+                elif RANK == 0:  # show the first one
+                    ids = rollouts[0].prompt[-30:] + rollouts[0].completions[0][:30]
+                    tqdm.write(f"step {step}: {self.sampler.tokenizer.decode(ids)!r}")
         return measured
 
     def keep_rollouts(self, file: str, rollouts: list[Group], rows: list["Row"],
@@ -872,21 +865,13 @@ class Run:
         lines = []
         for number, group in enumerate(rollouts):
             texts = self.sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
-            for i, ids in enumerate(group.completions):
-                advantage = group.sequences[i].advantage if group.sequences else None
+            for text, ids, reward, logps in zip(texts, group.completions, group.rewards, group.logps):
                 lines.append(dict(
                     step=step, row=group.row, prompt_id=f"{step}-{number}", prompt=rows[group.row].prompt,
-                    completion=texts[i], reward=group.rewards[i], advantage=advantage,
-                    truncated=ids[-1] not in self.sampler.stop_ids, tokens=ids, logps=group.logps[i],
-                    temperature=self.config.temperature, top_p=self.config.top_p))
+                    completion=text, reward=reward, truncated=ids[-1] not in self.sampler.stop_ids,
+                    tokens=ids, logps=logps, temperature=self.config.temperature, top_p=self.config.top_p))
         if RANK == 0:  # at once, so that a step that diverges can be read
             append_lines(self.out / file, lines)
-        if RANK == 0 and time.monotonic() > self.shown_at + 10:  # show the best one every ten seconds
-            self.shown_at = time.monotonic()
-            best = max(lines, key=lambda line: line["reward"])
-            prompt = best["prompt"][-1]["content"][-20:]
-            answer = best["completion"][:60]
-            tqdm.write(f"step {step} best {best['reward']:6.2f}  {prompt!r} → {answer!r}")
         return {"reward_std": pstdev(line["reward"] for line in lines),
                 "truncated": fmean(line["truncated"] for line in lines),
                 "entropy": -fmean(logp for line in lines for logp in line["logps"])}
@@ -919,8 +904,7 @@ class Run:
     def finish(self) -> None:
         """Write the final model, unless a signal stopped the run."""
         if not self.stopped_at:
-            final = self.out / "final"
-            save_final(final, self.policy, self.sampler.tokenizer, self.config, self.batches.steps)
+            save_final(self.out / "final", self.policy, self.sampler.tokenizer, self.config)
         if WORLD_SIZE > 1:
             dist.barrier()  # no rank exits while another still writes
 
@@ -942,7 +926,7 @@ class Watch:
     def __call__(self, line: dict[str, float]) -> list[str]:
         """The new warnings that a line of the metrics gives rise to."""
         if "logp_wanted" in line:
-            self.length = self.length or line.get("completion_length", 0.0)
+            self.length = self.length or line["completion_length"]
             self.wanted.append(line["logp_wanted"] * self.length)
         wanted = math.nan
         if len(self.wanted) == self.wanted.maxlen:
@@ -950,7 +934,7 @@ class Watch:
             self.best = max(self.best, wanted)
         reasons = {
             "the run may be collapsing: even the better completions have become less likely; try a lower "
-            "--lr, fewer syncs, fresher rollouts (--sample-every), --positive-only or --rpo-alpha 1":
+            "--lr, fewer syncs, fresher rollouts (--sample-every), or --positive-only":
                 wanted < min(2 * self.best, self.best - 0.3),
             "more than half of the completions were cut off at --max-new-tokens; raise it":
                 line.get("truncated", 0) > 0.5,
@@ -982,8 +966,8 @@ def cut_lines(path: Path, end: int) -> None:
 
 def start_tracker(config: Config, out: Path) -> Callable:
     """Start a run in the module that --track names, and return its function `log`."""
-    with explained(f"--track {config.track}", "pip install it, and log in",
-                   attribute="pass wandb, or a module with the functions init and log, such as trackio"):
+    with explained(f"--track {config.track}", "install wandb, or another module with the functions init and "
+                   "log, such as trackio, and log in"):
         tracker = importlib.import_module(config.track)
         tracker.init(project="humanline", name=out.name, config=dataclasses.asdict(config))
         return tracker.log
@@ -1070,8 +1054,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             add_adapters(policy, config)
         switch_off_dropout(policy)
         if config.checkpoint_activations:
-            older_method = policy.gradient_checkpointing_enable
-            getattr(policy, "activation_checkpointing_enable", older_method)(dict(use_reentrant=False))
+            policy.gradient_checkpointing_enable(dict(use_reentrant=False))
         layer_names = policy._no_split_modules or ()
         layers = [module for module in policy.modules() if type(module).__name__ in layer_names]
         if config.compile:
@@ -1103,8 +1086,8 @@ def load_weights(config: Config, device: torch.device) -> Module:
     policy, info = AutoModelForCausalLM.from_pretrained(
         name, output_loading_info=True, dtype=dtype, attn_implementation=config.attn,
         trust_remote_code=config.trust_remote_code)
-    foreign = ", ".join(sorted(info["unexpected_keys"])[:3])
-    missing = ", ".join(sorted(info["missing_keys"])[:3])
+    foreign = sorted(info["unexpected_keys"])[:3]
+    missing = sorted(info["missing_keys"])[:3]
     require(not foreign, f"--model {name}: its config.json has no place for {foreign}; fix it")
     require(not missing, f"--model {name}: its files lack {missing}, which would be random; add them")
     if has_adapters:
@@ -1158,7 +1141,8 @@ def check_output_head(policy: Module, config: Config) -> None:
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
         ours = log_probs(policy, [[sequence]])
         logits = policy(input_ids=ids, use_cache=False).logits
-    theirs = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    theirs = logits[:, :-1].float().log_softmax(-1)
+    theirs = theirs.gather(2, ids[:, 1:, None])[..., 0]
     tolerance = 0.005 if policy.dtype == torch.float32 and not config.is_mixed else 0.05
     name = f"--model {config.model}"
     require(logits.isfinite().all(), f"{name}: its logits or its weights contain NaN or infinity")
@@ -1174,7 +1158,10 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
     kinds = getattr(text, "layer_types", None) or [window]
     if set(kinds) != {"full_attention"} or text._attn_implementation != "sdpa":
         return False
-    pair = [Sequence([1, 2, 3, 4], [5, 6, 7]), Sequence([1, 2, 3, 4], [7, 6])]
+    pair = [
+        Sequence([1, 2, 3, 4], [5, 6, 7]),
+        Sequence([1, 2, 3, 4], [7, 6])
+    ]
     with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):  # some reject such masks
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
             in_one_row = log_probs(policy, [pair])
@@ -1187,7 +1174,7 @@ def is_mixed(policy: Module, config: Config) -> bool:
     on a CPU with bf16 instructions."""
     if config.dtype != "auto":
         return config.dtype == "mixed" or (config.lora > 0 and config.dtype == "bfloat16")  # fp32 adapters
-    is_large = sum(p.numel() for p in policy.parameters()) >= 20_000_000
+    is_large = policy.num_parameters() >= 20_000_000
     return torch.cuda.is_available() or (is_large and torch.cpu._is_avx512_bf16_supported())
 
 # ---------- Data --------------------------------------------------------------------------------------------
@@ -1241,24 +1228,12 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
     import datasets
     datasets.disable_progress_bars()
     with explained(
-        source,
-        "pass a .jsonl, .json, .csv or .parquet file, a folder, or a data set of the hub; `hf download "
-        "NAME --repo-type dataset --local-dir FOLDER` downloads one",
-    ):
+            source, "pass a .jsonl, .json or .parquet file, a folder, or a data set of the hub; `hf download "
+            "NAME --repo-type dataset --local-dir FOLDER` downloads one"):
         if kind == ".parquet":
             return datasets.Dataset.from_parquet(spec)
-        if kind == ".csv":
-            import pandas
-            texts = pandas.read_csv(spec, dtype=str, keep_default_na=False, na_values=[""])
-            require(isinstance(texts.index, pandas.RangeIndex),
-                    f"{source} row 1: more values than columns; quote texts that contain commas")
-            return datasets.Dataset.from_pandas(texts)
         name, *parts = spec.split(":")
         split = parts.pop() if parts else "train"
-        if Path(name).is_dir():
-            files = datasets.load_dataset_builder(name, *parts).config.data_files[split]
-            if Path(files[0]).suffix in (".jsonl", ".json", ".csv"):
-                return [row for file in files for row in read_table(file, source)]
         return datasets.load_dataset(name, *parts, split=split)
 
 def read_json(path: Path, source: str) -> Iterator[dict]:
@@ -1332,10 +1307,8 @@ def find_answers(columns: dict, where: str) -> tuple[list, list[float]]:
         answers = [columns["completion"]]
         rewards = [columns.get("label", columns.get("reward"))]
     require(len(answers) == len(rewards), f"{where}: {len(answers)} completions have {len(rewards)} scores")
-    for i, reward in enumerate(rewards):
-        with contextlib.suppress(ValueError):  # a CSV holds texts: 1, 0.5, True, or a word
-            rewards[i] = json.loads(str(reward).lower())
-        require(isinstance(rewards[i], (int, float)) and abs(rewards[i]) < 1e100,
+    for reward in rewards:
+        require(isinstance(reward, (int, float)) and abs(reward) < 1e100,
                 f"{where}: a score or label is {reward!r:.60}; it must be a finite number")
     if "output_A" in columns:
         rewards[1] = 1 - rewards[0]
@@ -1353,7 +1326,8 @@ def read_messages(value: Any, role: str, where: str) -> list[dict]:
         before, *parts = re.split(r"\n\n(Human|Assistant): ?", value)
         if role == "assistant" and not before.strip() and len(parts) > 2:
             roles = dict(Human="user", Assistant="assistant")
-            return [dict(role=roles[who], content=text.strip()) for who, text in zip(parts[::2], parts[1::2])]
+            turns = zip(parts[::2], parts[1::2])
+            return [dict(role=roles[who], content=text.strip()) for who, text in turns]
         value = [dict(role=role, content=value)]
     messages = []
     for turn in value:
@@ -1380,13 +1354,10 @@ def split_answers(row: Row, dialogues: list[list[dict]]) -> bool:
         row.prompt = before
     return all(answer["role"] == "assistant" and answer["content"].strip() for answer in answers)
 
-def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
-                online: bool | None = None) -> list[Group]:
+def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "--data") -> list[Group]:
     """Convert rows to groups of token ids, and drop those that are too long. online: completions will be
-    sampled, and those of the rows are ignored; None: as --sample-every says."""
+    sampled, and those of the rows are ignored."""
     config, tokenizer = sampler.config, sampler.tokenizer
-    if online is None:
-        online = config.sample_every > 0
     if online:
         sampler.check_columns(rows)
         rows = [dataclasses.replace(row, completions=[], tokens=[]) for row in rows]
@@ -1410,7 +1381,10 @@ def encode_rows(rows: list[Row], sampler: "Sampler", flag: str = "--data",
             foreign += len(row.tokens) > 0
             group.prompt = os.path.commonprefix([prompt, *wholes])
             stops = sampler.stop_ids
-            group.completions = [cut_at_stop([*ids[len(group.prompt):], stops[0]], stops) for ids in wholes]
+            group.completions = [
+                cut_at_stop([*ids[len(group.prompt):], stops[0]], stops)
+                for ids in wholes
+            ]
         texts = (group.prompt, *group.completions)
         require(all(texts) and sampler.vocabulary.issuperset(itertools.chain(*texts)),
                 f"{row.where}: the tokenizer of --model {config.model} gives no tokens for it, or some that "
@@ -1534,7 +1508,8 @@ class Batches:
 
     def of_steps(self, first: int, last: int) -> list:
         """The members of the pool for steps `first` to `last`; online, the prompts to sample from."""
-        return [self.pool[i] for i in self.order[(first - 1) * self.per_step : last * self.per_step]]
+        places = self.order[(first - 1) * self.per_step : last * self.per_step]
+        return [self.pool[i] for i in places]
 
     def next(self, step: int) -> Batch:
         """The batch of the next step."""
@@ -1582,8 +1557,8 @@ def make_units(groups: list[Group], config: Config) -> None:
     loss."""
     loss = LOSSES[config.loss]
     # M_P and M_R of --perception sample are maxima over all tokens, so it needs every token's d.
-    needs_all = (loss.needs_all or loss.unit != "group" or config.kl_beta > 0
-                 or config.perception == "sample")
+    needs_all = (loss.needs_all or loss.unit == "example" or config.kl_beta > 0
+                 or config.perception == "sample" or (loss.unit == "pair" and not config.positive_only))
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
         advantages = group_advantages(rewards, scale=config.scale_rewards)
@@ -1613,12 +1588,12 @@ class Sampler:
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
         with explained(f"--model {config.model}: its chat template fails", "fix its chat_template.jinja"):
             self.stop_ids = find_stop_ids(policy, tokenizer)
-        text = policy.config.get_text_config()
-        self.max_positions = getattr(text, "max_position_embeddings", None) or 2**31
+        positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+        self.max_positions = positions or 2**31
         self.vocabulary = set(range(len(policy.get_input_embeddings().weight)))
         self.external = None  # a --sampler, used instead of `generate`
-        is_asked = config.sample_every or config.eval_data is not None  # loading a reward can take long
-        self.reward = Reward(config) if is_asked else None
+        # Loading a reward can take long.
+        self.reward = Reward(config) if config.sample_every or config.eval_data else None
 
     def check_columns(self, rows: list[Row]) -> None:
         """Raises UserError for the first row without a column that the reward needs."""
@@ -1753,9 +1728,11 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
         policy.generation_config = model_settings
 
     completions = []
-    for tokens, values in zip(drawn[:, ids.shape[1] :].tolist(), torch.cat(logps, 1).tolist()):
+    drawn = drawn[:, ids.shape[1] :]
+    for tokens, values in zip(drawn.tolist(), torch.cat(logps, 1).tolist()):
         tokens = cut_at_stop(tokens, stops)
-        completions.append((tokens, [round(value, 5) for value in values[: len(tokens)]]))
+        values = [round(value, 5) for value in values[: len(tokens)]]
+        completions.append((tokens, values))
     return completions
 
 def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor, logps: list[Tensor],
@@ -1766,7 +1743,8 @@ def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor, 
     probs = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     torch.cumsum(probs, -1, dtype=torch.float64, out=cumulative)
     total = cumulative[:, -1:]
-    points = torch.rand(total.shape, generator=generator, dtype=torch.float64, device=scores.device) * total
+    points = total * torch.rand(
+        total.shape, generator=generator, dtype=torch.float64, device=scores.device)
     tokens = torch.searchsorted(cumulative, points, right=True)
     if greedy:
         tokens = probs.argmax(-1, keepdim=True)
@@ -1785,7 +1763,8 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> A
     dtype = torch.bfloat16 if torch.is_autocast_enabled(policy.device.type) else policy.dtype
     cache = DynamicCache()
     if config.max_new_tokens <= ids.shape[1]:
-        cast_update = lambda self, k, v, *more: StaticCache.update(self, k.to(dtype), v.to(dtype), *more)
+        cast_update = lambda self, k, v, *more: StaticCache.update(
+            self, k.to(dtype), v.to(dtype), *more)
         kind = type("FullLengthCache", (StaticCache,), {"update": cast_update})
         cache = kind(config=policy.config, max_cache_len=ids.shape[1] + config.max_new_tokens)
     ids, mask = different.tensor_split(2, 1)
@@ -1798,7 +1777,10 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> A
 
 def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
     """Token ids up to and including the first of `stops`, or all of them."""
-    return ids[:next((i for i, token in enumerate(ids, 1) if token in stops), len(ids))]
+    for i, token in enumerate(ids, 1):
+        if token in stops:
+            return ids[:i]
+    return ids
 
 def find_stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     """Token ids that end a completion. The first one is put at the end of offline completions."""
@@ -1855,10 +1837,12 @@ class Reward:
             reasons = [error]
         good = [isinstance(value, (int, float)) and abs(value) < 1e100 for value in values]
         reasons += [value for value, is_good in zip(values, good) if not is_good]
-        self.worked = self.worked or any(good)
-        require(self.worked, f"--reward {self.config.reward} failed on every sample: {reasons[:1]!r:.200}")
+        self.worked |= any(good)
+        name = f"--reward {self.config.reward}"
+        if not self.worked:
+            raise UserError(f"{name} failed on every sample: {reasons[:1]!r:.200}")
         if reasons:
-            warn(f"--reward {self.config.reward}: {good.count(False)} of {count} samples failed and count as "
+            warn(f"{name}: {good.count(False)} of {count} samples failed and count as "
                  f"0; the first reason: {reasons[0]!r:.200}")
         return [float(value) if is_good else 0.0 for value, is_good in zip(values, good)]
 
@@ -2032,26 +2016,27 @@ def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) ->
     lengths = [len(sequence.completion) for sequence in sequences]
     return [part.clone() for part in flat.cpu().split(lengths)]
 
-def microbatches(policy: Module, sequences: list[Sequence], config: Config, step: int = 0,
-                 z0: Tensor | None = None) -> list[Microbatch]:
+def microbatches(policy: Module, sequences: list[Sequence], config: Config) -> list[Microbatch]:
     """This rank's share of the sequences in microbatches of at most --microbatch-tokens. With FSDP, all ranks
     need equally many: a rank with fewer repeats one of them with a share of 0."""
     if not sequences:
         return []
     cuts = cut(sequences, config)
     mine = cuts[RANK]
-    surplus = [cuts[0][-1]] * (max(map(len, cuts)) - len(mine)) if config.shard else []
-    made = [make_microbatch(packed, policy.device, step, z0) for packed in mine + surplus]
-    for x in made[len(mine) :]:
+    count = len(mine)
+    if config.shard:
+        mine = mine + [cuts[0][-1]] * (max(map(len, cuts)) - count)
+    made = [make_microbatch(packed, policy.device) for packed in mine]
+    for x in made[count:]:
         x.share = 0.0
     return made
 
-def make_microbatch(packed: list[Packed], device: torch.device, step: int = 0,
-                    z0: Tensor | None = None) -> Microbatch:
+def make_microbatch(packed: list[Packed], device: torch.device) -> Microbatch:
     """The record of a step before the forward pass. Only here are completions padded."""
     sequences = list(itertools.chain(*packed))
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
-    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device, non_blocking=True)
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    mask = mask.to(device, non_blocking=True)
     columns = {}
     for name in ("ref_logps", "old_logps", "sampler_logps", "verdicts"):
         parts = [getattr(sequence, name) for sequence in sequences]
@@ -2059,7 +2044,7 @@ def make_microbatch(packed: list[Packed], device: torch.device, step: int = 0,
         columns[name] = pad_sequence(parts, batch_first=True).to(device) if is_known else None
     for name, one in (("advantages", "advantage"), ("is_chosen", "is_chosen"), ("kto_weights", "kto_weight")):
         columns[name] = torch.tensor([getattr(sequence, one) for sequence in sequences], device=device)
-    return Microbatch(packed=packed, mask=mask, step=step, z0=z0, **columns)
+    return Microbatch(packed=packed, mask=mask, **columns)
 
 def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
     """For each rank a list of microbatches, each a list of rows of the forward pass. All ranks compute the
@@ -2134,12 +2119,14 @@ def log_probs(model: Module, packed: list[Packed], temperature: float = 1.0) -> 
         table.append((ids, labels, positions, segments))
 
     ids, labels, positions, segments = (
-        pad_sequence([torch.tensor(row[i]) for row in table], True, -100 if i == 1 else 0) for i in range(4))
+        pad_sequence(list(map(torch.tensor, rows)), True, padding)
+        for rows, padding in zip(zip(*table), (0, -100, 0, 0)))
     move = functools.partial(Tensor.to, device=model.device, non_blocking=True)
     layout = {}
     if any(len(sequences) > 1 for sequences in packed):
         segments = move(segments)
-        attends = (segments[:, None] == 0) | (segments[:, None] == segments[:, :, None])  # (rows, query, key)
+        attends = segments[:, None] == segments[:, :, None]  # (rows, query, key)
+        attends |= segments[:, None] == 0
         layout["attention_mask"] = attends.tril()[:, None]
         layout["position_ids"] = move(positions)
     compute = getattr(model, "completion_logps", functools.partial(completion_logps, model))
@@ -2156,23 +2143,23 @@ def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: fl
 
     layout: position_ids (N, T) and attention_mask (N, 1, T, T), if rows hold more than one sequence."""
     hidden = model.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
-    head = model.get_output_embeddings()
     text = model.config.get_text_config()
     softcap = getattr(text, "final_logit_softcapping", None)
     # Granite divides its logits by one number, Cohere multiplies them by another.
     divisor = getattr(text, "logits_scaling", None) or 1.0
     factor = getattr(text, "logit_scale", None) or 1.0
     temperature = temperature * (divisor / factor)
-    return token_logps(hidden, head.weight, labels, softcap, temperature=temperature)
+    weight = model.get_output_embeddings().weight
+    return token_logps(hidden, weight, labels, softcap, temperature=temperature)
 
 def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap: float | None = None,
-                chunk_size: int = 512, temperature: float = 1.0) -> Tensor:
+                chunk_size: int = 1024, temperature: float = 1.0) -> Tensor:
     """(N, T) log-probabilities of `labels` in nats, from the hidden states that predict them, and 0
     elsewhere.
 
-    The output head is applied only where there is a label, to `chunk_size` positions at a time, so memory
-    grows with chunk_size x vocabulary and not with the batch. Computed in float32 (in float64 for float64
-    input). To use it elsewhere, copy `TokenLogps` as well.
+    The output head is applied only where there is a label, to at most `chunk_size` positions at a time, so
+    memory grows with chunk_size x vocabulary and not with the batch. Computed in float32 (in float64 for
+    float64 input). To use it elsewhere, copy `TokenLogps` as well.
 
     Args:
         hidden: (N, T, D) final hidden states; hidden[:, t] predicts labels[:, t].
@@ -2189,60 +2176,53 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap:
         lm_head_weight = lm_head_weight.to(torch.get_autocast_dtype(device_type))
     picked = hidden.flatten(0, 1).index_select(0, places)
     with torch.autocast(device_type, enabled=False):
-        logps = TokenLogps.apply(picked, lm_head_weight, labels, softcap, temperature, chunk_size)
+        count = len(labels) // chunk_size + 1
+        logps = TokenLogps.apply(picked, lm_head_weight, labels, softcap, temperature, count)
     width = hidden.shape[1]
     return logps.new_zeros(hidden.shape[:2]).index_put((places // width, places % width), logps)
 
 class TokenLogps(torch.autograd.Function):
-    """log softmax(softcap(h Wᵀ) / T)[label] of M tokens, `chunk` rows of logits at a time. The last two
-    chunks are kept for the backward pass, which recomputes the others: half the time of checkpointing."""
+    """log softmax(softcap(h Wᵀ) / T)[label] of M tokens, in `count` chunks. The logits of the first chunk are
+    kept for the backward pass, which computes those of the other chunks again, in the same memory."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, softcap, temperature, chunk):
+    def forward(ctx, hidden, weight, labels, softcap, temperature, count):
+        chunks = [*zip(hidden.chunk(count), labels[:, None].chunk(count))]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        out = torch.empty(len(chunks[0][0]), len(weight), dtype=dtype, device=hidden.device)
         logps = []
-        ctx.kept = []
-        for rows, label in zip(hidden.split(chunk), labels[:, None].split(chunk)):
-            out = None
-            if len(ctx.kept) == 2:
-                out, _ = ctx.kept.pop(0)
-            out, scale, of_rows = TokenLogps.of_chunk(out, rows, weight, label, softcap, temperature)
-            logps.append(of_rows[:, 0])
-            ctx.kept.append((out, scale))
+        for rows, label in reversed(chunks):
+            scale, of_rows = TokenLogps.of_chunk(out, rows, weight, label, softcap, temperature)
+            logps.insert(0, of_rows[:, 0])
         ctx.save_for_backward(hidden, weight, labels)
         ctx.settings = softcap, temperature
-        ctx.chunk = chunk
+        ctx.kept = out, scale
+        ctx.count = count
         return torch.cat(logps)
 
     @staticmethod
     def backward(ctx, grad):
         hidden, weight, labels = ctx.saved_tensors
-        needs_weight = ctx.needs_input_grad[1]
+        out, scale = ctx.kept
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight) if needs_weight else None
-        out = None
-        kept = ctx.kept
-        ctx.kept = []  # a second backward pass recomputes all chunks
-        for start in reversed(range(0, len(labels), ctx.chunk)):
-            here = slice(start, start + ctx.chunk)
-            rows = hidden[here]
-            if kept:
-                out, scale = kept.pop()
-            else:
-                label = labels[here, None]
-                out, scale, _ = TokenLogps.of_chunk(out, rows, weight, label, *ctx.settings)
-            d_logits = out.to(weight.dtype)
-            factor = -grad[here, None] / scale  # applied to the smaller factor of each product
-            d_hidden[here] = (d_logits @ weight) * factor
-            if needs_weight:
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        parts = hidden, labels[:, None], grad[:, None], d_hidden
+        for rows, label, d_logps, d_rows in zip(*(part.chunk(ctx.count) for part in parts)):
+            if scale is None:
+                scale, _ = TokenLogps.of_chunk(out, rows, weight, label, *ctx.settings)
+            d_logits = out[: len(rows)].to(weight.dtype)
+            factor = -d_logps / scale  # applied to the smaller factor of each product
+            d_rows.copy_((d_logits @ weight) * factor)
+            if d_weight is not None:
                 d_weight.addmm_(d_logits.T, (rows * factor).to(weight.dtype))
+            scale = None
+        ctx.kept = out, scale  # a second backward pass computes all chunks again
         return d_hidden, d_weight, None, None, None, None
 
     @staticmethod
     def of_chunk(out, hidden, weight, labels, softcap, temperature):
-        """For n tokens: -scale * d log-prob / d logits (n, V), the scale (n, 1) and the log-probs (n, 1)."""
-        if out is None or len(out) < len(hidden):
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            out = torch.empty(len(hidden), len(weight), dtype=dtype, device=hidden.device)
+        """For n tokens: write -scale * d log-prob / d logits (n, V) to the first rows of `out`. Returns the
+        scale (n, 1) and the log-probs (n, 1)."""
         out = out[: len(hidden)]
         hidden = hidden.to(weight.dtype)
         if out.dtype == weight.dtype:
@@ -2261,7 +2241,7 @@ class TokenLogps(torch.autograd.Function):
         logps = label_logits - largest - scale.log()
         if softcap is not None:
             out *= slope
-        return out, scale * temperature, logps
+        return scale * temperature, logps
 
 # ---------- Ranks -------------------------------------------------------------------------------------------
 # torchrun starts one process per GPU; without it there is one process. Every rank knows every whole batch
@@ -2275,8 +2255,6 @@ def join_ranks() -> torch.device:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        count = torch.cuda.device_count()
-        require(device.index < count, f"rank {device.index} has no GPU; pass --nproc_per_node {count}")
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         # Each restart needs its own prefix: torchrun's store still holds the addresses of the old processes.
@@ -2363,7 +2341,8 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         with new_folder(path) as folder:
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(text)
-            (folder / "files.json").write_text(json.dumps(dict(format=FORMAT) | hashes(folder.iterdir())))
+            written = dict(format=FORMAT) | hashes(folder.iterdir())
+            (folder / "files.json").write_text(json.dumps(written))
     except Exception as error:  # safetensors has an exception of its own for a full disk
         warn(f"could not write {path}: {error}; earlier checkpoints are kept")
         return
@@ -2397,7 +2376,8 @@ def gather_whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `path` at the end, so that `path` is complete or does not
     exist."""
-    folder = path.with_name(f".{path.name}-{time.time_ns()}")
+    folder = path.with_name(f".{path.name}")
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
     folder.mkdir(parents=True)
     try:
         yield folder
@@ -2461,10 +2441,9 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         return Batch(**item) if "sequences" in item else item
 
     state = json.loads((path / "state.json").read_text(), object_hook=from_json)
-    settings = state["settings"]
     present = dataclasses.asdict(config) | dict(steps=batches.steps)
     for name, value in json.loads(json.dumps(present)).items():
-        before = settings.get(name, value)
+        before = state["settings"].get(name, value)
         require(name in FREE_ON_RESUME or value == before,
                 f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with its own "
                 "config.toml")
@@ -2478,7 +2457,9 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         reference.weights = [part.to("cpu", copy=True) for part in reference.parts]
     for p in trained(policy).values():
         step = torch.zeros((), device=p.device)
-        optimizer.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        optimizer.state[p] = dict(step=step)
+        for moment in "exp_avg", "exp_avg_sq":
+            optimizer.state[p][moment] = torch.zeros_like(p)
     for name, target in weights_and_moments(policy, optimizer).items():
         copy_full(target, tensors.get_tensor(name))
     batches.made_until = state["made_until"]
@@ -2492,35 +2473,22 @@ def final_weights(policy: Module, config: Config) -> dict[str, Tensor]:
         return gather_whole(trained(policy))
     every = dict(policy.named_parameters(remove_duplicate=False))
     tied = every.keys() - dict(policy.named_parameters()).keys()
-    return gather_whole({name: value for name, value in policy.state_dict().items() if name not in tied})
+    return gather_whole({
+        name: value
+        for name, value in policy.state_dict().items()
+        if name not in tied
+    })
 
-MODEL_CARD = """\
----
-library_name: {library}
-pipeline_tag: text-generation
-{base}tags: [humanline, {loss}]
----
-
-`{model}` after {steps} steps of {loss}, by [Humanline](https://arxiv.org/abs/2509.24207).
-`humanline.py --config` repeats the run with these settings:
-
-```toml
-{settings}```
-"""
-
-def save_final(path: Path, policy: Module, tokenizer: Any, config: Config, steps: int) -> None:
-    """Write an ordinary Hugging Face folder, or with --lora a peft folder."""
+def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> None:
+    """Write an ordinary Hugging Face folder, or with --lora a peft folder, and the settings of the run."""
     weights = final_weights(policy, config)
     if RANK != 0:
         return
-    base = "" if Path(config.model).exists() else f"base_model: {config.model}\n"
-    card = MODEL_CARD.format(library="peft" if config.lora else "transformers", base=base, model=config.model,
-                             loss=config.loss, steps=steps, settings=to_toml(config))
     try:
         with new_folder(path) as folder:
             policy.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except Exception as error:  # safetensors has an exception of its own for a full disk
         text = f"could not write {path} ({error}); free some space, then pass --resume latest"
         raise OSError(text) from error
@@ -2538,15 +2506,8 @@ def warn(message: str) -> None:
     if RANK == 0:
         tqdm.write(f"humanline.py: warning: {message}", file=sys.stderr)
 
-def print_anything() -> None:
-    """Print what the terminal's encoding lacks as a question mark."""
-    for stream in sys.stdout, sys.stderr:
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit status."""
-    print_anything()
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         if config.resume == "latest" and Path(config.out, "final").exists():
@@ -2588,15 +2549,16 @@ def parse_config(argv: list[str]) -> Config:
     words = [part for word in argv for part in word.split("=", 1)]  # --flag=VALUE is --flag VALUE
     typed = {word.replace("_", "-"): value for word, value in itertools.pairwise([*words, ""])}
     require(words.count("--data") < 2, "--data appears twice; write --data FIRST SECOND")
-    parts = sorted({"--sync-k", "--perception"} & typed.keys())
-    require("--no-humanline" not in typed or not parts,
-            f"{' and '.join(parts)}: --no-humanline turns it off; to use one part, turn off the other")
-    settings = None
+    loss = typed.get("--loss", "grpo")
+    settings = []
     if "--config" in typed:
         settings = read_config(typed["--config"])
-    elif not {"--model", "--data", "--help", "-h"} & typed.keys():
-        settings = demo_settings(typed.get("--loss", "grpo"))
-    config = parse_flags(argv if settings is None else settings + argv)
+    elif loss in LOSSES and not {"--model", "--data", "--help", "-h"} & typed.keys():
+        settings = demo_settings(loss)
+    config = parse_flags(settings + argv)
+    parts = sorted({"--sync-k", "--perception"} & typed.keys())
+    require(not config.is_plain or not parts, f"{' and '.join(parts)}: --no-humanline, or a loss without a "
+            "reference (DPO with --positive-only), turns it off; omit one of them")
     for name in config.given:
         require(does_read(config.loss, name),
                 f"--loss {config.loss} does not use {flag_of(name)}; omit it")
@@ -2612,7 +2574,6 @@ def does_read(loss: str, setting: str) -> bool:
 def demo_settings(loss: str) -> list[str]:
     """The settings of the demo for a loss, as flags. A loss without a file of its own uses that of GRPO, DPO
     or KTO, whichever has the same unit, as far as it reads the settings."""
-    require(loss in LOSSES, f"--loss {loss}: {suggest(loss, LOSSES)}")
     path = CONFIGS / "demo" / f"{loss}.toml"
     if not path.exists():
         like = dict(group="grpo", pair="dpo", example="kto")[LOSSES[loss].unit]
@@ -2631,21 +2592,18 @@ def parse_flags(args: list[str], kind: Any = Config) -> Any:
     except SystemExit as stop:
         if stop.code == 0:  # --help
             raise
-    text = complaint.getvalue().split("helptext:")[0].partition("\n")[2]
-    text = " ".join(re.sub("[│╭╮╰╯─]|-{3,}", " ", text).split())
-    text = re.sub(r" (Argument|For full helptext).*$|no type matching .*<class '\w+'>: ", "", text)
-    text = re.sub(r" Perhaps you meant: (--[\w-]+).*$", r"; did you mean \1?", text)
-    raise UserError(f"{text}; see --help")
+    # The first part of tyro's box, below its title.
+    parts = re.split("│ ─|-{9,}|Got errors", complaint.getvalue().partition("\n")[2])
+    words = next(filter(str.strip, parts)).replace("│", " ").split()
+    raise UserError(f"{' '.join(words)}; see --help")
 
 def read_config(path: str, without: Iterable[str] = ()) -> list[str]:
     """The settings of a TOML file as flags, except those in `without`."""
     with explained(f"--config {path}", "pass a valid TOML file of settings"):
         table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    names = {field.name for field in dataclasses.fields(Config)} - {"config"}
     args = []
     for key, value in table.items():
         name = key.replace("-", "_")
-        require(name in names, f"{path}: unknown key '{key}'; {suggest(name, names)}")
         if name in without:
             continue
         if name in ("model", "eval_data", "reward", "sampler"):
@@ -2662,14 +2620,12 @@ def find_file(spec: str) -> str:
     """Resolve a path in settings: relative to the working directory, or else to this file."""
     path = spec.partition(":")[0]
     home = Path(__file__).parent
-    return spec if Path(path).exists() or not (home / path).exists() else str(home / spec)
+    if Path(path).exists() or not (home / path).exists():
+        return spec
+    return str(home / spec)
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-def suggest(word: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, sorted(names), n=1)
-    return f"did you mean '{close[0]}'?" if close else f"choose one of {', '.join(sorted(names))}"
 
 def check_config(config: Config) -> None:
     """Raises UserError for the first invalid value."""
@@ -2706,8 +2662,6 @@ def to_toml(config: Config) -> str:
 
 def in_words(config: Config) -> str:
     """The loss and its form, such as "GRPO, humanline"."""
-    if not LOSSES[config.loss].needs_reference:
-        return config.loss.upper()
     form = "plain"
     if config.sync_k and config.perception != "none":
         form = "humanline"
@@ -2717,41 +2671,24 @@ def in_words(config: Config) -> str:
         form = "humanline's perception alone"
     if config.positive_only:
         form += " on better completions alone"
-    if config.rpo_alpha:
-        form += " with RPO"
     return f"{config.loss.upper()}, {form}"
 
 def describe(run: Run, first: int) -> None:
     """Print a summary of the run, which starts at step `first`."""
     config = run.config
-    size = sum(p.numel() for p in run.policy.parameters())
     source = "from the data (offline)"
     if config.sample_every:
         source = f"sampled every {config.sample_every} steps by {config.sampler}"
-    anchor = "the initial policy"
-    if config.sync_k:
-        anchor = f"the policy, synced every {config.sync_k} steps"
-    elif config.ratio_to_old:
-        anchor = "the old policy, which drew the rollouts"
-    elif not config.needs_reference:
-        anchor = "nothing"
-    print(f"model       {config.model}, {size / 1e6:.2f} M parameters on {run.policy.device}\n"
+    print(f"model       {config.model}, {run.policy.num_parameters() / 1e6:.2f} M parameters on "
+          f"{run.policy.device}\n"
           f"data        {' '.join(config.data)}, {run.batches.prompt_count:,} prompts; completions {source}\n"
-          f"objective   {in_words(config)}; log-ratio to {anchor}; perception: {config.perception}\n"
+          f"objective   {in_words(config)}; sync_k {config.sync_k}, perception {config.perception}\n"
           f"steps       {first} to {run.batches.steps}, batches of {config.batch_size}, lr {config.lr:g}",
           flush=True)
-
-def warn_of_oddities(run: Run) -> None:
-    """Warn about settings that work but are probably a mistake."""
-    config = run.config
-    units = [] if config.sample_every else [unit for unit, _ in run.batches.pool]
-    kinds = {sequence.is_chosen for unit in units for sequence in unit}
     # Half a bf16 step of a typical weight, 0.02, is 4e-5.
     if config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5:
         warn(f"--dtype bfloat16: at --lr {config.lr:g} most updates are too small for bf16 weights and are "
              "lost; use --dtype mixed or --lora")
-    if config.loss == "kto" and len(kinds) == 1:
-        warn("all examples are desirable, or all undesirable; KTO needs both")
 
 def last_line(run: Run) -> str:
     """One sentence about the result, and what to type next."""
@@ -2765,10 +2702,10 @@ def last_line(run: Run) -> str:
         gained = ("mean reward on --eval-data went from {accuracy_before:.3f} to {accuracy:.3f}, "
                   "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.latest)
     other = "--no-humanline" if run.config.humanline else "--humanline"
-    seconds = time.perf_counter() - run.started
-    return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in {seconds:.0f} s; the model is in "
-            f"{run.out / 'final'}; to compare, tune --lr of: {again} {other}")
+    return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in "
+            f"{time.perf_counter() - run.started:.0f} s; the model is in {run.out / 'final'}; to compare, tune --lr of: {again} {other}")
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # print what the terminal's encoding lacks as a question mark
     sys.modules["humanline"] = sys.modules["__main__"]  # for --sampler files that import it
     sys.exit(main())

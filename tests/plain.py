@@ -1,7 +1,7 @@
 """The method, written plainly: DPO, KTO and GRPO, plain and humanline, offline and online.
 
   python tests/plain.py                                   # GRPO, humanline, offline, on better completions alone
-  python tests/plain.py --loss dpo --sync-k 4
+  python tests/plain.py --loss dpo --no-positive-only --sync-k 4
   python tests/plain.py --loss kto --perception none      # the sync alone
   python tests/plain.py --no-humanline --no-positive-only --sample-every 1  # plain GRPO, online
 
@@ -40,8 +40,7 @@ class Settings:
     perception: str = "clip"  # or sample, or none
     log_eps_p: float = -1.5
     log_eps_r: float = 1.5
-    positive_only: bool = True  # GRPO and KTO: worse completions count nothing
-    rpo_alpha: float = 1.0  # DPO: weight of the chosen completion's mean -log π_θ
+    positive_only: bool = True  # worse completions count nothing; DPO: supervised finetuning on the chosen
     kl_beta: float = 0.0
     sample_every: int = 0
     temperature: float = 1.0  # offline it stays 1
@@ -116,10 +115,11 @@ def mean_loss(policy, old_policy, reference, batch, step):
     perceived = perceive(d, mask, step)
     outcome = perceived.sum(1)
 
+    if config.loss == "dpo" and config.positive_only:  # the mean over tokens of -log π_θ of the chosen
+        return -(logps.sum(1) / mask.sum(1))[0::2].mean()
     if config.loss == "dpo":  # -log σ(β (Σ_t d̃ʷ_t - Σ_t d̃ˡ_t))
         margin = outcome[0::2] - outcome[1::2]
-        nll = -(logps.sum(1) / mask.sum(1))[0::2]
-        return (config.rpo_alpha * nll - logsigmoid(BETA * margin)).mean()
+        return -logsigmoid(BETA * margin).mean()
     if config.loss == "kto":  # λ_D (1 - σ(β (Σ_t d̃_t - z₀))), undesirable λ_U (1 - σ(β (z₀ - Σ_t d̃_t)))
         z0 = reference_point(policy, ratio_to, batch, step)
         gain = torch.where(is_better, outcome - z0, z0 - outcome)

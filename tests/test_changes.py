@@ -36,13 +36,14 @@ METRIC = """
         "grew": (x.log_ratio > 0, x.mask),
 """
 DPO_WITH_KL = """
-    losses = dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
+    return dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
 """, """
     losses = dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
     if config.kl_beta:  # else nothing asks for d
         losses = losses + config.kl_beta * token_kl(x.d).sum(-1).view(-1, 2).sum(-1)
+    return losses
 """
-DPO_SETTINGS = 'settings="beta rpo_alpha"', 'settings="beta rpo_alpha kl_beta"'
+DPO_SETTINGS = 'settings="beta positive_only"', 'settings="beta positive_only kl_beta"'
 BEST_OF_TWO = """
 def best_of_two(run):
     mean = lambda drawn: sum(drawn[1]) / len(drawn[1])
@@ -248,10 +249,10 @@ def test_a_loss_can_do_without_a_reference(run, monkeypatch, capsys, more):
     monkeypatch.setitem(LOSSES, "simpo", Loss(simpo, best_against_worst, "pair", needs_reference=False))
     monkeypatch.setattr(humanline, "attach_logps", None)  # no pass of another policy is made
     lines = metrics(run(f"--loss simpo {more}"))
-    assert "objective   SIMPO; " in capsys.readouterr().out
+    assert "objective   SIMPO, plain; sync_k 0, perception none\n" in capsys.readouterr().out
     assert lines[-1]["loss"] != lines[0]["loss"] and not {"kl", "drift", "unclamped"} & lines[0].keys()
     for flag in ("--sync-k 2", "--perception none"):
-        with pytest.raises(humanline.UserError, match="--loss simpo does not use " + flag.split()[0]):
+        with pytest.raises(humanline.UserError, match=f"{flag.split()[0]}: .* a loss without a reference"):
             run(f"--loss simpo {flag}")
 
 

@@ -32,8 +32,8 @@ def short_run(tiny: str, data: str, more: str = "") -> list[str]:
 @pytest.mark.parametrize("flags, words", [
     ("", "GRPO, humanline on better completions alone"), ("--no-positive-only", "GRPO, humanline"),
     ("--no-humanline", "GRPO, plain on better completions alone"),
-    ("--no-humanline --no-positive-only", "GRPO, plain"), ("--loss dpo", "DPO, humanline with RPO"),
-    ("--loss dpo --no-humanline --rpo-alpha 0", "DPO, plain"),
+    ("--no-humanline --no-positive-only", "GRPO, plain"), ("--loss dpo", "DPO, plain on better completions alone"),
+    ("--loss dpo --no-humanline --no-positive-only", "DPO, plain"),
     ("--model x --data y --loss dpo --perception none", "DPO, humanline's sync alone"),
     ("--model x --data y --loss kto --sync-k 0", "KTO, humanline's perception alone")])
 def test_a_run_is_named_after_its_method(flags, words):
@@ -106,14 +106,12 @@ def test_every_flag_has_a_help_text():
         assert re.sub(r"\s", "", words) in squeezed, f"the help of {field.name} is not shown"
 
 
-@pytest.mark.parametrize("flags, anchor", [
-    ("--sync-k 12", "the policy, synced every 12 steps"),
-    ("--loss kto --no-humanline", "the initial policy"),
-    ("--loss dpo --no-humanline --sample-every 2", "the old policy, which drew the rollouts")])
-def test_a_run_calls_its_reference_by_the_right_name(run, capsys, flags, anchor):
+@pytest.mark.parametrize("flags, words", [
+    ("--sync-k 12", "GRPO, humanline; sync_k 12, perception clip"),
+    ("--loss kto --no-humanline", "KTO, plain; sync_k 0, perception none")])
+def test_a_run_says_what_its_objective_is(run, capsys, flags, words):
     run(f"--steps 1 {flags}")
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("objective ")]
-    assert f"; log-ratio to {anchor}; perception: " in line
+    assert f"objective   {words}\n" in capsys.readouterr().out
 
 
 # What a run leaves behind.
@@ -138,12 +136,11 @@ GROUP = {"prompt": "a", "completions": ["b", "c"], "scores": [1, 0]}
 BAD_FLAGS = [
     ("--sync-k -1", r"--sync-k is -1; it must be from 0 to 1e\+12"),
     ("--sync-k 1.5", r"--sync-k.*1\.5"),
-    ("--sinc-k 3", r"--sinc-k, 3; did you mean --sync-k\?; see --help$"),  # without that flag's own help
-    ("--loss ppo", r"--loss ppo: did you mean 'dpo'\?"),
+    ("--sinc-k 3", r": Unrecognized options: --sinc-k, 3; see --help$"),
     ("--loss sft", r"--loss sft: choose one of dpo, .*grpo.*, kto"),
     ("--kl-beta 0.1 --loss dpo", r"--loss dpo does not use --kl-beta; omit it"),
     ("--lr", r"--lr"),
-    ("--lr fast", r"--lr: could not convert string to float: 'fast'; see --help$"),
+    ("--lr fast", r"--lr: no type matching .* could be instantiated from \['fast'\]\.; see --help$"),
     ("--lr nan", r"--lr is nan; it must be from 1e-12 to"),
     ("--log-eps-p 2", r"--log-eps-p 2\.0 must be below --log-eps-r 1\.5"),
     ("--temperature 1e-300", r"--temperature is 1e-300; it must be from 0\.001 to 1000"),
@@ -156,7 +153,8 @@ BAD_FLAGS = [
     ("--config missing.toml", r"--config missing\.toml: .*No such file"),
     ("--data missing.jsonl", r"--data missing\.jsonl: .*No such file"),
     ("--model no-such-folder", r"--model no-such-folder: .*; pass a Hugging Face model or a folder"),
-    ("--no-humanline --sync-k 7", r"--sync-k: --no-humanline turns it off"),
+    ("--no-humanline --sync-k 7", r"--sync-k: --no-humanline, or a loss .* turns it off"),
+    ("--loss dpo --positive-only --sync-k 7", r"--sync-k: --no-humanline, or a loss .* turns it off"),
     ("--out /dev/null/x", r"--out /dev/null/x: .*; choose another folder"),
     ("--template-values {enable_thinking:false}",
      r"--template-values: .*; pass JSON, such as '\{\"enable_thi"),
@@ -168,14 +166,14 @@ BAD_FLAGS = [
     ("--shard", r"--shard needs several ranks; use torchrun"),
     ("--data x --data y", r"--data appears twice; write --data FIRST SECOND"),
     ("--data=x --data=y", r"--data appears twice; write --data FIRST SECOND"),
-    ("--no_humanline --sync_k=4", r"--sync-k: --no-humanline turns it off"),
+    ("--no_humanline --sync_k=4", r"--sync-k: --no-humanline, or a loss .* turns it off"),
     ("extra", r"extra"),
 ]
 BAD_CONFIGS = [
-    ("sync_q = 3\n", r"bad\.toml: unknown key 'sync_q'; did you mean 'sync_k'"),
+    ("sync_q = 3\n", r"Unrecognized options: --sync-q=3; see --help$"),
     ("sync_k = \n", r"line 1, column 10.*valid TOML"),
     ("lr = 'fast'\n", r"--lr.*'fast'"),
-    ("lr = [1, 2]\n", r"--lr: could not convert string to float: '\[1, 2\]'"),
+    ("lr = [1, 2]\n", r"--lr: no type matching .* could be instantiated from \['\[1, 2\]'\]"),
     ("sync_k = -3\n", r"--sync-k is -3"),
 ]
 BAD_ROWS = [  # (loss and flags, rows, complaint)
@@ -242,7 +240,7 @@ def test_a_bad_row_gives_a_one_line_error_that_names_it(tiny, tmp_path, capsys, 
     ("rows.jsonl", b"[1, 2]\n", r"row 1 cannot be read"),
     ("rows.jsonl", b"\xff\xfe\xfa\n", r"row 1: not JSON"),
     ("rows.parquet", b"prompt,answer\n", r"rows\.parquet: "),
-    ("rows.txt", b"x", r"pass a \.jsonl, \.json, \.csv or \.parquet file"),
+    ("rows.txt", b"x", r"pass a \.jsonl, \.json or \.parquet file"),
 ])
 def test_a_file_whose_content_does_not_match_its_ending_gives_a_one_line_error(
         tiny, tmp_path, capsys, name, content, expected):

@@ -72,7 +72,7 @@ def test_kto_gives_desirable_and_undesirable_examples_the_same_total_weight_by_d
     assert weights(LABEL) == [1.0]
 
 
-@pytest.mark.parametrize("ending", ["JSONL", "json", "csv", "parquet"])
+@pytest.mark.parametrize("ending", ["JSONL", "json", "parquet"])
 def test_every_file_format_gives_the_same_rows(tmp_path, ending):
     pairs = rows_of("pairs", 5)
     path = tmp_path / f"rows.{ending}"
@@ -80,7 +80,7 @@ def test_every_file_format_gives_the_same_rows(tmp_path, ending):
     if ending == "json":
         path.write_text(json.dumps(pairs))
     else:
-        write = dict(JSONL=table.to_json, csv=table.to_csv, parquet=table.to_parquet)
+        write = dict(JSONL=table.to_json, parquet=table.to_parquet)
         write[ending](path)
     rows = humanline.read_rows(str(path), Config(), "--data")
     for row, pair in zip(rows, pairs, strict=True):
@@ -229,7 +229,7 @@ def test_feedback_files_of_halos_are_read(tmp_path):
     pair = dict(
         common, output_A=[BLUE], output_B=[GREEN], reward_A=1.0, reward_B=0.2,
         reward_difference=0.8, type="pairwise_feedback")
-    for label, is_a in ((1, 1), (0, 0), ("1", 1), ("0", 0), (True, 1), ("False", 0)):
+    for label, is_a in ((1, 1), (0, 0), (True, 1), (False, 0)):
         row = read(dict(pair, label=label))
         assert row.completions == ["Blue.", "Green."]
         assert row.rewards == [is_a, 1 - is_a]
@@ -278,7 +278,7 @@ def test_system_message_and_prompt_template_surround_the_prompt():
 def encoded(tiny, rows, **settings):
     sampler = sampler_of(tiny, **settings)
     rows = [read(row) for row in rows]
-    return sampler.tokenizer, humanline.encode_rows(rows, sampler)
+    return sampler.tokenizer, humanline.encode_rows(rows, sampler, online=False)
 
 
 def test_completions_end_in_one_eos_and_prompts_begin_with_one_bos(tiny):

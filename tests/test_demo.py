@@ -53,7 +53,7 @@ def test_the_forms_that_the_demos_settings_name_are_those_that_tuning_chose(loss
 
 
 @pytest.mark.parametrize("loss, form", [
-    ("grpo", "better alone, synced"), ("dpo", "RPO, synced"), ("kto", "desirable alone, synced")])
+    ("grpo", "better alone, synced"), ("dpo", "chosen alone"), ("kto", "desirable alone, synced")])
 def test_the_demo_has_the_settings_that_tuning_chose(loss, form):
     config = humanline.parse_config(["--loss", loss])
     facts = json.loads((ROOT / "tests" / "claims" / "facts.json").read_text())["tasks"]["two-digits"][loss][form]
@@ -86,7 +86,7 @@ def test_the_file_alone_says_what_the_demo_lacks(tmp_path):
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
 def test_each_loss_has_its_settings_and_a_custom_loss_those_of_its_unit(loss, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # the demo's files are found from anywhere
-    config = humanline.parse_config(["--loss", loss, "--sync-k", "12"])
+    config = humanline.parse_config(["--loss", loss, "--sync-k", "12", "--no-positive-only"])
     assert (config.loss, config.sync_k, config.steps, config.max_new_tokens) == (loss, 12, 256, 8)
     assert config.batch_size == (128 if loss == "kto" else 32) and config.lr == 8e-4
     assert Path(config.model) == DEMO / "model" and Path(config.eval_data) == DEMO / "test.jsonl"

@@ -89,7 +89,7 @@ def test_six_times_faster_requires_sampling_to_take_five_sixths_of_a_step():
 
 
 @pytest.mark.parametrize("line, complaint", [
-    ("colour = 1", "unknown key 'colour'"),
+    ("colour = 1", "Unrecognized options: --colour=1"),
     ("loss = 'ppo'", "--loss ppo"),
     ("reward = 'configs/rewards.py:nobody'", "defines no nobody"),
     ("reward = 'nowhere.py:score'", "there is no file nowhere.py"),

@@ -39,4 +39,3 @@ def test_a_cached_hub_model_trains_without_network(tiny, data_files, tmp_path):
     (cached / "refs" / "main").write_text(revision)
     done = command(tmp_path, "--model", "some/model", "--data", data_files["groups"], *SHORT)
     assert done.returncode == 0 and len(metrics(tmp_path / "out")) == 2, done.stderr
-    assert "base_model: some/model" in (tmp_path / "out" / "final" / "README.md").read_text()

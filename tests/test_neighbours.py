@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import double, gradient, logps_of, policy_of, random_batch
+from conftest import double, gradient, logps_of, metrics, policy_of, random_batch
 
 import humanline
 from humanline import Config, Group, make_units
@@ -28,6 +28,13 @@ def test_with_positive_only_worse_completions_have_no_gradient(loss):
         assert better.kto_weight > 0 == average.kto_weight == worse.kto_weight
 
 
+def test_with_positive_only_dpo_is_supervised_finetuning_and_needs_no_reference(run, monkeypatch):
+    monkeypatch.setattr(humanline, "attach_logps", None)  # no pass of another policy is made
+    lines = metrics(run("--loss dpo --positive-only --steps 3 --batch-size 4"))
+    assert not {"kl", "drift", "reward_chosen"} & lines[0].keys()
+    assert lines[0]["loss"] > lines[-1]["loss"] > 0
+
+
 def test_rpo_adds_the_mean_surprisal_of_the_chosen(tiny):
     policy, _, plain = policy_of(tiny, loss="dpo")
     batch = random_batch("dpo")
@@ -35,8 +42,8 @@ def test_rpo_adds_the_mean_surprisal_of_the_chosen(tiny):
     chosen = batch.sequences[0::2]
     nll = torch.stack([-logps.mean() for logps in logps_of(policy, chosen)]).mean()
     loss = humanline.forward_backward(policy, batch, plain)["loss"]
-    with_rpo = humanline.forward_backward(policy, batch, dataclasses.replace(plain, rpo_alpha=0.5))["loss"]
-    assert with_rpo - loss == pytest.approx(0.5 * float(nll), rel=1e-5)
+    with_rpo = humanline.forward_backward(policy, batch, dataclasses.replace(plain, loss="dpo-rpo"))["loss"]
+    assert with_rpo - loss == pytest.approx(float(nll), rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])

@@ -39,7 +39,7 @@ LOSSES = "dpo", "kto", "grpo"
 FORMS = {
     "plain": dict(humanline=False),
     "humanline": dict(),
-    "better alone": dict(positive_only=True, rpo_alpha=0.5),
+    "better alone": dict(positive_only=True),
 }
 SOURCES = {
     "offline": dict(sync_k=2),
@@ -79,7 +79,7 @@ def settings_of(case: dict) -> dict:
     gradient by its own size, which would magnify rounding errors. The gradient's norm is not clipped: that
     would hide a wrong scale of the loss."""
     return dict(log_eps_p=-0.3, log_eps_r=0.2, batch_size=8, lr=5e-3, warmup=0.5, adam_eps=1e-3,
-                max_grad_norm=1e6, steps=STEPS, positive_only=False, rpo_alpha=0.0,
+                max_grad_norm=1e6, steps=STEPS, positive_only=False,
                 reward="varied", beta=0.3, epsilon=0.15) | case
 
 
@@ -235,9 +235,9 @@ SLOW = [
      "set_kto_weights", "config.desirable_weight or balanced",
      "1.0",
      "kto, plain, offline"),
-    ("RPO is of the rejected",
-     "compute_dpo", "x.mask.sum(-1))[0::2]",
-     "x.mask.sum(-1))[1::2]",
+    ("rejected completions count in spite of --positive-only",
+     "make_units", "and not config.positive_only",
+     "",
      "dpo, better alone, offline"),
     ("undesirable examples count in spite of --positive-only",
      "set_kto_weights", "0.0 if config.positive_only else config.undesirable_weight",

@@ -126,7 +126,7 @@ def test_rows_of_another_model_do_not_affect_the_other_rows(tiny, tmp_path, caps
     path = write_jsonl(tmp_path / "both.jsonl", lines)
     rows = humanline.read_rows(path, config, "--data")
     sampler = humanline.Sampler(policy, tokenizer, config)
-    ours, theirs = humanline.encode_rows(rows, sampler)
+    ours, theirs = humanline.encode_rows(rows, sampler, online=False)
     assert ours.completions == [ids, ids]
     assert ours.logps == [logps, logps]
     encoded = [*ids, tokenizer.eos_token_id]

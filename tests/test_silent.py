@@ -24,42 +24,12 @@ def elsewhere(tmp_path_factory, monkeypatch):
 
 # Data.
 
-@pytest.mark.parametrize("lines", ["a,b,c\nd,e\n", "a,b,c,d\na,b,c\n", "a,b,c\na,b,c,d\n",
-                                   "a,b,c,d\na,b,c,d\n"])
-def test_a_csv_whose_rows_do_not_match_its_header_gives_a_one_line_error(tiny, tmp_path, capsys, lines):
-    (tmp_path / "rows.csv").write_text(f"prompt,chosen,rejected\n{lines}")
-    wrong = short_run(tiny, tmp_path / "rows.csv", "--loss dpo")
-    assert "rows.csv" in complaint(wrong, tmp_path, capsys)
-
-
-@pytest.mark.parametrize("name, text", [
-    ("train.csv", "prompt,answer\n1+6=,007\nwhen?,NA\nday?,2024-01-08\n"),
-    ("train.jsonl", "".join(json.dumps(dict(prompt=prompt, answer=answer)) + "\n" for prompt, answer in (
-        ("1+6=", "007"), ("when?", "NA"), ("day?", "2024-01-08"))))])
-def test_a_folder_is_read_like_its_files(tmp_path, name, text):
-    (tmp_path / name).write_text(text)
-    read = lambda spec: [row.fields for row in humanline.read_rows(str(spec), humanline.Config(), "--data")]
-    assert read(tmp_path) == read(tmp_path / name)
-    assert [fields["answer"] for fields in read(f"{tmp_path}:train")] == ["007", "NA", "2024-01-08"]
-    with pytest.raises(humanline.UserError, match="no 'test'"):
-        read(f"{tmp_path}:test")
-
-
 def test_a_folder_of_compressed_files_is_read_as_well(tmp_path):
     """HH-RLHF has this format on the hub."""
     with gzip.open(tmp_path / "train.jsonl.gz", "wt") as file:
         file.write('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     [row] = humanline.read_rows(str(tmp_path), humanline.Config(), "--data")
     assert row.completions == ["b", "c"]
-
-
-def test_false_and_0_in_a_csv_are_false_and_0(tmp_path):
-    (tmp_path / "labels.csv").write_text("prompt,completion,label\na,b,false\nc,d,0\ne,f,TRUE\n")
-    rows = humanline.read_rows(str(tmp_path / "labels.csv"), humanline.Config(), "--data")
-    assert [row.rewards for row in rows] == [[0.0], [0.0], [1.0]]
-    (tmp_path / "rewards.csv").write_text("prompt,completion,reward,prompt_id\na,b,0,1\na,c,0.5,1\n")
-    [row] = humanline.read_rows(str(tmp_path / "rewards.csv"), humanline.Config(), "--data")
-    assert row.rewards == [0.0, 0.5]
 
 
 TURNS = [dict(content="What is 1+1?", role="user")]
@@ -70,8 +40,7 @@ TURNS = [dict(content="What is 1+1?", role="user")]
      "must be token ids and as many log-probs"),
     (dict(prompt="a", completions=["b", "c"], scores=[0, 1e200]), "a score or label is 1e+200"),
     (dict(prompt="a", completion="b", label=4), "a label is 4; it must be 1 or true for a good"),
-    (dict(prompt="a", completion="b", label="0.5"), "a label is '0.5'"),
-    (dict(prompt="a", output_A="b", output_B="c", label="2"), "a label is '2'"),
+    (dict(prompt="a", completion="b", label="1"), "a score or label is '1'"),
     (dict(prompt="a", output_A="b", output_B="c", label=0.5), "a label is 0.5"),
     (dict(prompt=json.dumps(TURNS), chosen="b", rejected="c"),
      "chat messages inside a string; save the rows as JSON lines"),
@@ -114,9 +83,9 @@ def test_a_batch_that_would_differ_from_what_was_asked_gives_a_one_line_error(
 # Models.
 
 @pytest.mark.parametrize("spoil, expected", [
-    ("layers", "its config.json has no place for model.layers.1."),
-    ("more", "its config.json has no place for model.extra"),
-    ("fewer", "its files lack model.norm.weight"),
+    ("layers", "its config.json has no place for ['model.layers.1."),
+    ("more", "its config.json has no place for ['model.extra"),
+    ("fewer", "its files lack ['model.norm.weight']"),
     ("nan", "its logits or its weights contain NaN or infinity")])
 def test_weights_that_do_not_fit_the_config_give_a_one_line_error(
         tiny, data_files, tmp_path, capsys, spoil, expected):
@@ -244,10 +213,10 @@ def test_growing_completions_are_not_reported_as_a_collapse():
 # What is printed, and rewards.
 
 def test_a_terminal_without_unicode_gets_question_marks(tiny, data_files, varied, tmp_path):
-    more = f"--sample-every 1 --reward {varied} --out {tmp_path / 'out'}"
-    online = short_run(tiny, data_files["prompts"], more)
-    done = command(*online, PYTHONIOENCODING="ascii")
-    assert done.returncode == 0 and " ? " in done.stdout
+    model = shutil.copytree(tiny, tmp_path / "modèle")
+    flags = f"--reward {varied} --eval-data {data_files['prompts']} --out {tmp_path / 'out'}"
+    done = command(*short_run(model, data_files["groups"], flags), PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "mod?le" in done.stdout and "step 0: '" in done.stdout
 
 
 ANSWERS = [  # what a model writes, the row's answer, and whether that is right

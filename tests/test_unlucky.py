@@ -29,8 +29,9 @@ def test_unfinished_folders_of_a_killed_run_are_removed_on_resume(run, tmp_path)
     out = tmp_path / "out"
     run("--steps 4 --save-every 2", out=str(out))
     shutil.rmtree(out / "final")
-    (out / ".final-abc").mkdir()
-    (out / "checkpoint" / ".step-00000004-abc").mkdir()
+    shutil.rmtree(out / "checkpoint" / "step-00000004")
+    (out / ".final").mkdir()
+    (out / "checkpoint" / ".step-00000004").mkdir()
     run("--steps 4 --save-every 2 --resume latest", out=str(out))
     assert not [path for path in out.rglob("*") if path.name.startswith(".")]
     assert {path.stat().st_mode & 0o777 for path in (out / "final").iterdir()} == {0o644}
@@ -50,14 +51,11 @@ def test_a_chat_template_that_fails_gives_a_one_line_error(tiny, data_files, tmp
     assert expected in line
 
 
-def test_csv_and_json_values_stay_as_they_are_written(tmp_path):
-    (tmp_path / "rows.csv").write_text('prompt,answer\n1+6=,007\nwhen?,2024-01-08\n"a,\nb",1e5\n')
-    rows = humanline.read_rows(str(tmp_path / "rows.csv"), Config(), "--data")
-    assert [row.fields["answer"] for row in rows] == ["007", "2024-01-08", "1e5"]
-    assert rows[2].prompt[0]["content"] == "a,\nb"
-    (tmp_path / "rows.json").write_text(json.dumps([dict(prompt="x", answer=5), dict(prompt="y", answer=6)]))
+def test_json_values_stay_as_they_are_written(tmp_path):
+    answers = [5, "007", "2024-01-08", "1e5", "NA"]
+    (tmp_path / "rows.json").write_text(json.dumps([dict(prompt="x", answer=answer) for answer in answers]))
     rows = humanline.read_rows(str(tmp_path / "rows.json"), Config(), "--data")
-    assert [row.fields["answer"] for row in rows] == [5, 6]
+    assert [row.fields["answer"] for row in rows] == answers
 
 
 def test_a_group_without_a_difference_has_no_advantage_even_if_its_mean_is_rounded():
@@ -72,7 +70,6 @@ PAIR = dict(chosen="a", rejected="b")
 
 
 @pytest.mark.parametrize("loss, rows, flags, words", [
-    ("kto", dict(completion="a", label=True), "", "all examples are desirable, or all undesirable"),
     ("dpo", PAIR, "--dtype bfloat16 --lr 1e-5", "at --lr 1e-05 most updates are too small for bf16 weights"),
     ("dpo", PAIR, "--dtype bfloat16", ""),
 ])
@@ -120,14 +117,12 @@ def test_a_resumed_run_knows_earlier_measurements_and_skips_damaged_lines(tiny, 
         assert second.latest[name] == first.latest[name]
 
 
-def test_a_run_that_starts_again_keeps_its_earlier_rollouts(run, tmp_path, capsys):
+def test_a_run_that_starts_again_writes_the_same_rollouts(run, tmp_path):
     out = run("--sample-every 1 --save-every 0", data="prompts", out=str(tmp_path / "out"))
     shutil.rmtree(out / "final")
     drawn = (out / "rollouts.jsonl").read_bytes()
     run("--sample-every 1 --save-every 0 --resume latest", data="prompts", out=str(out))
-    [kept] = out.glob("rollouts-*.jsonl")
-    assert kept.read_bytes() == drawn and (out / "rollouts.jsonl").read_bytes() == drawn  # drawn again
-    assert f"its old log is now {kept}" in capsys.readouterr().err
+    assert (out / "rollouts.jsonl").read_bytes() == drawn
 
 
 def test_resuming_from_an_earlier_checkpoint_removes_the_later_ones(tiny, data_files, tmp_path):
@@ -173,14 +168,6 @@ def test_an_illegal_access_is_not_reported_as_a_lack_of_memory_and_an_unnamed_la
 
 
 # Ranks.
-
-def test_a_rank_without_a_gpu_is_told_so(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(humanline.UserError, match="rank 3 has no GPU; pass --nproc_per_node 2"):
-        humanline.join_ranks()
-
 
 def test_a_rank_that_fails_on_a_gpu_ends_at_once(monkeypatch):
     monkeypatch.setattr(humanline, "WORLD_SIZE", 2)

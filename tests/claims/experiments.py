@@ -97,9 +97,9 @@ NEIGHBOURS = {  # published ones
         "TOPR": "--loss grpo-topr --no-humanline",
     },
     "dpo": {
-        "chosen alone": "--loss dpo-chosen --no-humanline",
-        "RPO": "--rpo-alpha 1 --no-humanline",
-        "RPO, synced": "--rpo-alpha 1 --sync-k {k}",
+        "chosen alone": "--positive-only --no-humanline",
+        "RPO": "--loss dpo-rpo --no-humanline",
+        "RPO, synced": "--loss dpo-rpo --sync-k {k}",
         "DPO-positive": "--loss dpo-positive --no-humanline",
     },
     "kto": {

@@ -1,9 +1,9 @@
 """Published ways to train on old completions, and our form of one, the taper, as entries of `humanline.LOSSES`.
 
-Import this file before `humanline.parse_config`; then `--loss grpo-mask-0.5` and the others are there. (RAFT++ and RPO
-are settings of humanline.py, `--positive-only` and `--rpo-alpha`.) Each keeps the equation of its source; what the
-sources do beside it (their KL estimates, their routing of experts) is left out. The taper and the prior were part of
-humanline.py until commit f948f44: the rules of verdicts.md took them out.
+Import this file before `humanline.parse_config`; then `--loss grpo-mask-0.5` and the others are there. (Training on
+better completions alone is a setting of humanline.py, `--positive-only`.) Each keeps the equation of its source; what
+the sources do beside it (their KL estimates, their routing of experts) is left out. The taper and the prior were part
+of humanline.py until commit f948f44: the rules of verdicts.md took them out.
 """
 
 import dataclasses
@@ -43,9 +43,10 @@ def topr(x: Microbatch, config: Config) -> Tensor:
     return -(x.advantages * weight)[:, None] * x.logps
 
 
-def chosen_alone(x: Microbatch, config: Config) -> Tensor:
-    """Supervised finetuning on the best completion of each prompt: its NLL a token. One loss per pair."""
-    return -(x.logps.sum(-1) / x.mask.sum(-1))[0::2]
+def rpo(x: Microbatch, config: Config) -> Tensor:
+    """RPO (Pang et al. 2024, arXiv 2404.19733, eq. 1), α 1: DPO, and the chosen completion's NLL a token."""
+    nll = -x.logps.sum(-1) / x.mask.sum(-1)
+    return humanline.compute_dpo(x, config) + nll[0::2]
 
 
 def dpo_positive(x: Microbatch, config: Config) -> Tensor:
@@ -133,7 +134,7 @@ LOSSES |= {
     "grpo-mask-0.1": entry("grpo", sequence_mask(0.1)),
     "grpo-mask-0.5": entry("grpo", sequence_mask(0.5)),
     "grpo-topr": entry("grpo", topr),
-    "dpo-chosen": entry("dpo", chosen_alone),
+    "dpo-rpo": entry("dpo", rpo),
     "dpo-positive": entry("dpo", dpo_positive),
     "grpo-taper": entry("grpo", tapered("grpo")),
     "grpo-taper-prior": entry("grpo", tapered("grpo")),
