@@ -1361,4 +1361,5 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Python's default again
+    sys.stdout.reconfigure(errors="replace")
     sys.exit(main())

@@ -6,7 +6,7 @@ An implementation of "Humanline: Online Alignment as Perceptual Loss" (arXiv 250
   python humanline.py --loss grpo --sync-k 12              # sync the reference every 12 steps
   python humanline.py --no-humanline --no-positive-only    # the baseline: plain GRPO
   python humanline.py --no-humanline --sample-every 1      # online: draw new completions at every step
-  python humanline.py --loss dpo --no-positive-only        # pairs: the best and worst sample of each prompt
+  python humanline.py --loss dpo --no-positive-only --sync-k 128 --lr 2e-4   # pairs of best and worst samples
 
 With your own model and data (the README shows the rows), on one GPU, on eight, and after an interruption:
 
@@ -417,8 +417,9 @@ Packed = list[Sequence]  # sequences with the same prompt in one row of the forw
 @dataclass
 class Microbatch:
     """The record of a step: N sequences that go through the policy together, and every quantity that a loss
-    may read, filled in from top to bottom. In pairs, chosen and rejected alternate. Each row of an (N, T)
-    tensor is a completion, aligned to the left and followed by zeros. Log-probs are in nats."""
+    may read, filled in from top to bottom. In pairs, chosen and rejected alternate, but with --positive-only
+    the chosen are alone. Each row of an (N, T) tensor is a completion, aligned to the left and followed by
+    zeros. Log-probs are in nats."""
 
     # Known before the forward pass.
     packed: list[Packed]
@@ -473,7 +474,7 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
             sequence.kto_weight = config.desirable_weight or balanced
 
 def compute_dpo(x: Microbatch, config: Config) -> Tensor:
-    if config.positive_only:  # `make_units` has left the chosen alone
+    if config.positive_only:  # x has the chosen alone
         return -x.logps.sum(-1) / x.mask.sum(-1)
     note_implicit_rewards(x, config)
     return dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
@@ -517,9 +518,12 @@ LOSSES = {
         compute=compute_grpo,
         make_units=lambda group: [group.sequences],
         unit="group",
-        settings="epsilon epsilon_high scale_rewards kl_beta average positive_only",
-    ),
-    "dpo": Loss(compute=compute_dpo, make_units=best_against_worst, unit="pair", settings="beta positive_only"),
+        settings="epsilon epsilon_high scale_rewards kl_beta average positive_only"),
+    "dpo": Loss(
+        compute=compute_dpo,
+        make_units=best_against_worst,
+        unit="pair",
+        settings="beta positive_only"),
     "kto": Loss(
         compute=compute_kto,
         make_units=above_and_below_mean,
@@ -527,8 +531,7 @@ LOSSES = {
         settings="beta desirable_weight undesirable_weight positive_only",
         batch_size=64,
         set_weights=set_kto_weights,
-        needs_mismatched=True,
-    ),
+        needs_mismatched=True),
 }
 
 # ---------- The loop ----------------------------------------------------------------------------------------
@@ -833,8 +836,11 @@ class Run:
             self.track = start_tracker(config, self.out) if config.track else None
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
             for file in map(self.out.joinpath, LOG_FILES):
-                if file.exists():
-                    cut_lines(file, first if self.checkpoint else 0)  # later steps are repeated
+                if file.exists() and not self.checkpoint:
+                    kept = file.rename(file.with_stem(f"{file.stem}-{time.time_ns()}"))
+                    warn(f"no undamaged checkpoint, so the run starts afresh; its old log is now {kept}")
+                elif file.exists():
+                    cut_lines(file, first)  # later steps are repeated
             describe(self, first)
         for line in from_first_rank(lambda: read_lines(self.out / "metrics.jsonl")):
             self.watch(line)
@@ -1054,7 +1060,8 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             add_adapters(policy, config)
         switch_off_dropout(policy)
         if config.checkpoint_activations:
-            policy.gradient_checkpointing_enable(dict(use_reentrant=False))
+            older_name = policy.gradient_checkpointing_enable
+            getattr(policy, "activation_checkpointing_enable", older_name)(dict(use_reentrant=False))
         layer_names = policy._no_split_modules or ()
         layers = [module for module in policy.modules() if type(module).__name__ in layer_names]
         if config.compile:
@@ -1481,7 +1488,6 @@ class Batches:
         self.loss = LOSSES[config.loss]
         self.pending = deque()
         self.made_until = 0  # the last step whose batch has been made
-        self.prompt_count = len(groups)
         self.pool = groups  # online: prompts; offline: units with their groups
         self.per_step = config.batch_size  # how many of them a step takes
         if config.sample_every and self.loss.unit == "example":  # each prompt gives a whole group of examples
@@ -1838,11 +1844,10 @@ class Reward:
         good = [isinstance(value, (int, float)) and abs(value) < 1e100 for value in values]
         reasons += [value for value, is_good in zip(values, good) if not is_good]
         self.worked |= any(good)
-        name = f"--reward {self.config.reward}"
         if not self.worked:
-            raise UserError(f"{name} failed on every sample: {reasons[:1]!r:.200}")
+            raise UserError(f"--reward {self.config.reward} failed on every sample: {reasons[:1]!r:.200}")
         if reasons:
-            warn(f"{name}: {good.count(False)} of {count} samples failed and count as "
+            warn(f"--reward {self.config.reward}: {good.count(False)} of {count} samples failed and count as "
                  f"0; the first reason: {reasons[0]!r:.200}")
         return [float(value) if is_good else 0.0 for value, is_good in zip(values, good)]
 
@@ -2001,8 +2006,7 @@ def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) ->
     """log π_θ(y_t | x, y_<t) of each completion, (len(completion),), on the CPU of every rank."""
     parts = {id(sequence): torch.zeros(len(sequence.completion), device=policy.device)
              for sequence in sequences}
-    cuts = microbatches(policy, sequences, config)
-    for x in tqdm(cuts, desc="log-probs", leave=False, delay=2, disable=RANK > 0 or None):
+    for x in microbatches(policy, sequences, config):
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
             logps = log_probs(policy, x.packed, config.logits_temperature)
         if x.share:
@@ -2053,7 +2057,7 @@ def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
     The two halves of a pair stay together. Adjacent sequences with the same prompt share a row, so the prompt
     is computed once. Each token then also pays for the masked attention to its neighbours: at most 9/8 of
     that of separate rows while the row is no longer than three prompts, and little up to 256 tokens."""
-    in_pairs = LOSSES[config.loss].unit == "pair"
+    in_pairs = LOSSES[config.loss].unit == "pair" and not config.positive_only
     width = lambda row: len(row[0].prompt) + sum(len(sequence.completion) for sequence in row)
     blocks = []  # what stays together: one row, or both rows of a pair
     for i, sequence in enumerate(sequences):
@@ -2153,19 +2157,20 @@ def completion_logps(model: Module, ids: Tensor, labels: Tensor, temperature: fl
     return token_logps(hidden, weight, labels, softcap, temperature=temperature)
 
 def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap: float | None = None,
-                chunk_size: int = 1024, temperature: float = 1.0) -> Tensor:
+                chunk: int | None = None, temperature: float = 1.0) -> Tensor:
     """(N, T) log-probabilities of `labels` in nats, from the hidden states that predict them, and 0
     elsewhere.
 
-    The output head is applied only where there is a label, to at most `chunk_size` positions at a time, so
-    memory grows with chunk_size x vocabulary and not with the batch. Computed in float32 (in float64 for
-    float64 input). To use it elsewhere, copy `TokenLogps` as well.
+    The output head is applied only where there is a label, to at most `chunk` positions at a time, so memory
+    grows with chunk x vocabulary and not with the batch. Computed in float32 (in float64 for float64 input).
+    To use it elsewhere, copy `TokenLogps` as well.
 
     Args:
         hidden: (N, T, D) final hidden states; hidden[:, t] predicts labels[:, t].
         lm_head_weight: (V, D) output embeddings, tied or not; heads with a bias (GPT-J, Phi-2) do not work.
         labels: (N, T) token ids; -100 is ignored.
         softcap: replaces logits by softcap * tanh(logits / softcap), as in Gemma 2.
+        chunk: None takes 512, or more if the vocabulary is small: as many as have 128 MiB of float32 logits.
         temperature: divides the logits afterwards, as in sampling.
     """
     places = (labels != -100).flatten().nonzero()[:, 0]
@@ -2176,14 +2181,14 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap:
         lm_head_weight = lm_head_weight.to(torch.get_autocast_dtype(device_type))
     picked = hidden.flatten(0, 1).index_select(0, places)
     with torch.autocast(device_type, enabled=False):
-        count = len(labels) // chunk_size + 1
+        count = len(labels) // (chunk or max(512, 2**25 // len(lm_head_weight))) + 1
         logps = TokenLogps.apply(picked, lm_head_weight, labels, softcap, temperature, count)
     width = hidden.shape[1]
     return logps.new_zeros(hidden.shape[:2]).index_put((places // width, places % width), logps)
 
 class TokenLogps(torch.autograd.Function):
     """log softmax(softcap(h Wᵀ) / T)[label] of M tokens, in `count` chunks. The logits of the first chunk are
-    kept for the backward pass, which computes those of the other chunks again, in the same memory."""
+    kept for the backward pass, which can run once and computes the others again, in the same memory."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, softcap, temperature, count):
@@ -2204,6 +2209,7 @@ class TokenLogps(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight, labels = ctx.saved_tensors
         out, scale = ctx.kept
+        ctx.kept = None  # the graph may live longer than this call
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         parts = hidden, labels[:, None], grad[:, None], d_hidden
@@ -2216,7 +2222,6 @@ class TokenLogps(torch.autograd.Function):
             if d_weight is not None:
                 d_weight.addmm_(d_logits.T, (rows * factor).to(weight.dtype))
             scale = None
-        ctx.kept = out, scale  # a second backward pass computes all chunks again
         return d_hidden, d_weight, None, None, None, None
 
     @staticmethod
@@ -2557,8 +2562,8 @@ def parse_config(argv: list[str]) -> Config:
         settings = demo_settings(loss)
     config = parse_flags(settings + argv)
     parts = sorted({"--sync-k", "--perception"} & typed.keys())
-    require(not config.is_plain or not parts, f"{' and '.join(parts)}: --no-humanline, or a loss without a "
-            "reference (DPO with --positive-only), turns it off; omit one of them")
+    require(not config.is_plain or not parts, f"{' and '.join(parts)}: --no-humanline turns it off, as does "
+            "--positive-only with DPO or a loss without a reference; to use one part, turn off the other")
     for name in config.given:
         require(does_read(config.loss, name),
                 f"--loss {config.loss} does not use {flag_of(name)}; omit it")
@@ -2662,13 +2667,7 @@ def to_toml(config: Config) -> str:
 
 def in_words(config: Config) -> str:
     """The loss and its form, such as "GRPO, humanline"."""
-    form = "plain"
-    if config.sync_k and config.perception != "none":
-        form = "humanline"
-    elif config.sync_k:
-        form = "humanline's sync alone"
-    elif config.perception != "none":
-        form = "humanline's perception alone"
+    form = "humanline" if config.sync_k or config.perception != "none" else "plain"
     if config.positive_only:
         form += " on better completions alone"
     return f"{config.loss.upper()}, {form}"
@@ -2676,12 +2675,11 @@ def in_words(config: Config) -> str:
 def describe(run: Run, first: int) -> None:
     """Print a summary of the run, which starts at step `first`."""
     config = run.config
-    source = "from the data (offline)"
-    if config.sample_every:
-        source = f"sampled every {config.sample_every} steps by {config.sampler}"
     print(f"model       {config.model}, {run.policy.num_parameters() / 1e6:.2f} M parameters on "
           f"{run.policy.device}\n"
-          f"data        {' '.join(config.data)}, {run.batches.prompt_count:,} prompts; completions {source}\n"
+          f"data        {' '.join(config.data)}, {len(run.batches.pool):,} "
+          f"{'prompt' if config.sample_every else LOSSES[config.loss].unit}s; "
+          f"sample_every {config.sample_every}, sampler {config.sampler}\n"
           f"objective   {in_words(config)}; sync_k {config.sync_k}, perception {config.perception}\n"
           f"steps       {first} to {run.batches.steps}, batches of {config.batch_size}, lr {config.lr:g}",
           flush=True)
@@ -2701,9 +2699,12 @@ def last_line(run: Run) -> str:
     if "accuracy_before" in run.latest and "accuracy" in run.latest:
         gained = ("mean reward on --eval-data went from {accuracy_before:.3f} to {accuracy:.3f}, "
                   "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.latest)
-    other = "--no-humanline" if run.config.humanline else "--humanline"
+    other = "--no-humanline"
+    if run.config.is_plain:
+        other = "--no-positive-only" if run.config.positive_only else "--humanline"
     return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in "
-            f"{time.perf_counter() - run.started:.0f} s; the model is in {run.out / 'final'}; to compare, tune --lr of: {again} {other}")
+            f"{time.perf_counter() - run.started:.0f} s; the model is in {run.out / 'final'}; "
+            f"to compare, tune --lr of: {again} {other}")
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # print what the terminal's encoding lacks as a question mark

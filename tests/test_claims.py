@@ -235,7 +235,7 @@ def test_a_loss_is_finished_on_the_device_where_it_was_begun():
         real.check_device(known, "dpo")
 
 
-@pytest.mark.parametrize("loss, form", [("kto", HUMANLINE), ("kto", "online"), ("grpo", "mask 0.5, synced")])
+@pytest.mark.parametrize("loss, form", [("kto", HUMANLINE), ("kto", "online"), ("grpo", "mask 0.1, synced")])
 def test_other_losses_run_on_smollm2s_data_too(small_real, loss, form):
     real.draw_base("checked", small_real.model, small_real.rows, 1)
     drawn = [json.loads(line) for line in (small_real.rows / "checked-1.jsonl").read_text().splitlines()]

@@ -117,12 +117,14 @@ def test_a_resumed_run_knows_earlier_measurements_and_skips_damaged_lines(tiny, 
         assert second.latest[name] == first.latest[name]
 
 
-def test_a_run_that_starts_again_writes_the_same_rollouts(run, tmp_path):
+def test_a_run_that_starts_again_keeps_its_earlier_rollouts(run, tmp_path, capsys):
     out = run("--sample-every 1 --save-every 0", data="prompts", out=str(tmp_path / "out"))
     shutil.rmtree(out / "final")
     drawn = (out / "rollouts.jsonl").read_bytes()
     run("--sample-every 1 --save-every 0 --resume latest", data="prompts", out=str(out))
-    assert (out / "rollouts.jsonl").read_bytes() == drawn
+    [kept] = out.glob("rollouts-*.jsonl")
+    assert kept.read_bytes() == drawn and (out / "rollouts.jsonl").read_bytes() == drawn  # drawn again
+    assert f"its old log is now {kept}" in capsys.readouterr().err
 
 
 def test_resuming_from_an_earlier_checkpoint_removes_the_later_ones(tiny, data_files, tmp_path):

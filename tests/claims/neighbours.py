@@ -127,7 +127,8 @@ humanline.Reference = Reference
 
 
 def entry(like: str, compute: Callable[[Microbatch, Config], Tensor]) -> humanline.Loss:
-    return dataclasses.replace(LOSSES[like], compute=compute)
+    settings = LOSSES[like].settings.replace(" positive_only", "")
+    return dataclasses.replace(LOSSES[like], compute=compute, settings=settings)
 
 
 LOSSES |= {

@@ -49,6 +49,7 @@ TITLES = {
     "five-sorted": "Sorting five digits and dropping repeated ones",
     "six-digits": "Sums of six digits with every partial sum",
 }
+IN_FIGURES = {"two-digits": "sums", "five-sorted": "sorting", "six-digits": "long sums"}
 
 # ---------- The runs on tiny models -------------------------------------------------------------------------
 
@@ -183,8 +184,10 @@ def task_page(tuned: Tuned, facts: dict[str, dict]) -> str:
     if tuned.known:
         text += [
             HOW,
-            f"![pass@1 against steps at two learning rates]({tuned.name}.png)\n\nBase {tuned.tuning[0]}, test "
-            "half. *Best k*: at that rate, on the validation half. *Best neighbour*: the published one that is best there.",
+            f"![pass@1 against steps at two learning rates]({tuned.name}.png)\n\nOne run a line, on tuning base "
+            f"{tuned.tuning[0]}, test half. *Best k*: at that rate, on the validation half. *Best neighbour*: the "
+            "published form that is best on the validation problems of the tuning bases: "
+            + ", ".join(f"{loss.upper()} {tuned.best_neighbour(loss)}" for loss in tuned.losses) + ".",
         ]
     for loss in tuned.losses:
         table = form_table(facts[loss]) if facts[loss] else "No form has been tuned and tested yet."
@@ -422,17 +425,18 @@ def draw_mechanism(tuned: Tuned, path: Path) -> None:
         plain, ours = at("plain", 0), at(HUMANLINE, 24)
         grey, blue = COLOURS["plain"], COLOURS[HUMANLINE]
         add_line(top, middles, percent(plain, "clip_fraction"), grey, "GRPO's clip, in plain GRPO")
-        add_line(top, middles, percent(ours, "clip_fraction"), blue, "GRPO's clip, in humanline")
-        add_line(top, middles, percent(ours, "clamped"), LIGHT_BLUE, "humanline's clip")
+        add_line(top, middles, percent(ours, "clip_fraction"), blue, "GRPO's clip, in humanline, k 24")
+        add_line(top, middles, percent(ours, "clamped"), LIGHT_BLUE, "humanline's clip, in humanline, k 24")
         add_line(bottom, steps, plain["base_kl"], grey, "plain")
         add_line(bottom, steps, ours["base_kl"], blue, "humanline, k 24")
-        top.set(title=f"GRPO, learning rate {show_rate(lr)}", ylim=(0, 28))
+        task = IN_FIGURES[tuned.name]
+        top.set(title=f"GRPO on {task}, learning rate {show_rate(lr)}", ylim=(0, 28))
         bottom.set(xlabel="steps", ylim=(0, 8))
         for axis in top, bottom:
             axis.set_xlim(0, steps[-1])
             add_legend(axis, "upper left")
     axes[0, 0].set_ylabel("tokens stopped, %")
-    axes[1, 0].set_ylabel("KL to the base, nats")
+    axes[1, 0].set_ylabel("KL, nats a completion")
     figure.savefig(path, dpi=150)
 
 def first_base() -> dict[tuple[str, str], dict]:
@@ -447,7 +451,8 @@ def first_base() -> dict[tuple[str, str], dict]:
     return found
 
 def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
-    """The share of the gap between plain and online that humanline closes, and the best published neighbour."""
+    """The share of the gap between plain and online that humanline closes, and the best published neighbour; on SmolLM2
+    plain GRPO without its ratio clip."""
     has_no_gap = lambda row: shares[row][HUMANLINE] is None
     rows = sorted(shares, key=lambda row: (has_no_gap(row), list(FORMS_OF).index(row[0])))
     first = sum(not has_no_gap(row) for row in rows) - 0.5
@@ -457,26 +462,32 @@ def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
         found = [(i + offset, shares[row].get(name)) for i, row in enumerate(rows)]
         found = [(y, *np.clip(share, low, high)) for y, share in found if share]
         y, middle, start, end = np.array(found).T
+        label = f"{name} (SmolLM2: {NO_CLIP})" if name == NEIGHBOUR else name
         axis.hlines(y, start, end, color=COLOURS[name], linewidth=1.8)
-        add_line(axis, middle, y, COLOURS[name], name, marker="o", linestyle="")
+        add_line(axis, middle, y, COLOURS[name], label, marker="o", linestyle="")
+        for edge, at, mark in (low, start, "<"), (high, end, ">"):  # the interval goes on
+            cut = at == edge
+            axis.plot(at[cut], y[cut], mark, color=COLOURS[name], markersize=6, clip_on=False)
     axis.axhspan(first, len(rows) - 0.5, color="#EEEEEE", zorder=0)
-    axis.text(0.5, (first + len(rows)) / 2, "no gap to close, or none that is sure", ha="center")
+    text = "no sure gap: the interval of online less plain includes 0"
+    axis.text(0.3, (first + len(rows)) / 2, text, ha="center", va="center")
     axis.vlines([0, 1], -0.5, first, color="#999999", linewidth=1)
     names = [f"{loss.upper()}, {task}" for loss, task in rows]
     axis.set(
         yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlim=(low, high)
     )
     axis.set_xlabel(
-        "share of the gap between plain (0) and online (1); 95 % intervals, cut at the edges"
+        "share of the gap between plain (0) and online (1) that is closed; 95 % intervals"
     )
     add_legend(axis, "upper left")
     figure.savefig(path, dpi=150)
 
 def draw_real(cells: list[first_real.Stored], path: Path) -> None:
-    """Reward against KL to the base, GRPO: a thin line for each seed, a thick one for their mean."""
+    """Reward against KL to the base, GRPO: a thin line for each seed, a thick one for their mean, and where those end
+    that leave the figure."""
     figure, axes = new_figure(3.4, 1, 2)
     for axis, cell in zip(axes[0], cells):
-        farthest = 0.0
+        farthest, ends = 0.0, []
         for name, colour in REAL_COLOURS.items():
             runs = list(cell.at_tuned(name).values())
             points = np.array(
@@ -493,8 +504,14 @@ def draw_real(cells: list[first_real.Stored], path: Path) -> None:
             add_line(axis, *points.mean(0).T, colour, name, marker="o")
             if name == HUMANLINE:
                 farthest = max(farthest, points[..., 0].max())
+            ends.append((*points[:, -1].mean(0), name, colour))
         axis.set(title=f"SmolLM2, GRPO, {cell.task}", ylim=(0, 1.03), xlim=(-0.3, 1.2 * farthest))
         axis.set_xlabel("KL to the base, nats a completion")
+        gone = [(reward, f"{name} ends at {kl:.0f} nats →", colour) for kl, reward, name, colour in ends
+                if kl > 1.2 * farthest]
+        for i, (_, words, colour) in enumerate(sorted(gone)):
+            place = dict(ha="right", va="center", transform=axis.transAxes)
+            axis.text(0.98, 0.5 + 0.08 * i, words, color=colour, fontsize=8, **place)
         add_legend(axis, "lower right")
     axes[0, 0].set_ylabel("held-out reward")
     figure.savefig(path, dpi=150)
@@ -551,11 +568,14 @@ class Everything:
         """By loss and task, the share of the gap that forms close, of every experiment that compares them."""
         found = {}
         for (task, loss), forms in self.smollm2.items():
-            found[loss, f"SmolLM2 {task}"] = {HUMANLINE: forms[HUMANLINE]["share_of_gap"]}
+            shares = {HUMANLINE: forms[HUMANLINE]["share_of_gap"]}
+            if NO_CLIP in forms:
+                shares[NEIGHBOUR] = forms[NO_CLIP]["share_of_gap"]
+            found[loss, f"SmolLM2 {task}"] = shares
         for tuned, loss in itertools.product(self.tasks, FORMS_OF):
             if (loss, HUMANLINE) in tuned.forms:
                 names = {HUMANLINE: HUMANLINE, NEIGHBOUR: tuned.best_neighbour(loss)}
-                found[loss, tuned.name] = {
+                found[loss, IN_FIGURES[tuned.name]] = {
                     label: tuned.share(loss, name) for label, name in names.items()
                 }
         return found | first_base()
