@@ -458,7 +458,7 @@ def test_the_figures_are_drawn(everything, tmp_path):
     assert [name for name in made if not (CLAIMS / name).exists()] == []
 
 
-RENAMED = re.compile("taper|better|RPO|desirable")  # forms whose flags had other names when they were run
+RENAMED = re.compile("taper|better|RPO|chosen|desirable")
 
 
 def test_the_flags_of_stored_runs_are_those_of_today(everything):
