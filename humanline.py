@@ -2597,9 +2597,9 @@ def parse_flags(args: list[str], kind: Any = Config) -> Any:
     except SystemExit as stop:
         if stop.code == 0:  # --help
             raise
-    # The first part of tyro's box, below its title.
-    parts = re.split("│ ─|-{9,}|Got errors", complaint.getvalue().partition("\n")[2])
-    words = next(filter(str.strip, parts)).replace("│", " ").split()
+    text = complaint.getvalue().partition("\n")[2]  # below the title of tyro's box
+    text = re.split("Got errors|Perhaps you|Argument help|For full", text)[0]
+    words = re.sub("[│─]|-{9,}", " ", text).split()
     raise UserError(f"{' '.join(words)}; see --help")
 
 def read_config(path: str, without: Iterable[str] = ()) -> list[str]:
