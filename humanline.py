@@ -135,8 +135,9 @@ class Config:
     humanline: bool = True  # Use syncing and perception. --no-humanline turns both off.
     sync_k: int = 24
     """Set the reference to the policy every k steps; 0: never. Tune it together with --lr: offline on tiny
-    models, 24 or 128 was best for GRPO and 128 for DPO and KTO; with 8 or less, runs often collapsed. The
-    paper recommends 12 to 24 for mathematics, where 1 collapsed; its authors use 1 for instructions."""
+    models, 24 or 128 was best for GRPO and 128 for DPO and KTO; with 8 or less, runs often collapsed, and
+    on completions of 40 tokens DPO and KTO also did with 24. The paper recommends 12 to 24 for mathematics,
+    where 1 collapsed; its authors use 1 for instructions."""
     perception: Literal["clip", "sample", "none"] = "clip"  # What is done to log-ratios before the loss.
     log_eps_p: float = -1.5  # Lower bound of the clip, in nats.
     log_eps_r: float = 1.5  # Upper bound of the clip, in nats.
@@ -148,9 +149,9 @@ class Config:
     # Not in the paper: against collapse on off-policy data (other models' completions, or old rollouts),
     # where each sync allows worse completions to be pushed down further, without limit.
     positive_only: bool = False
-    """Train only on better completions: those with a positive advantage (GRPO; RAFT++, Xiong et al. 2025) or
-    desirable ones (KTO), while the others count as 0 in the mean; or with DPO, supervised finetuning on the
-    chosen completions, without a reference."""
+    """Train only on better completions. GRPO: those with a positive advantage (RAFT++, Xiong et al. 2025);
+    KTO: desirable ones; the others count as 0 in the mean. DPO: supervised finetuning on the chosen
+    completions, without a reference."""
 
     # Settings of the objectives.
     beta: float = 0.1  # DPO and KTO: strength of the pull towards the reference.
@@ -223,7 +224,8 @@ class Config:
         self.given = {name: value for name, value in vars(self).items() if value != default[name]}
         require(self.loss in LOSSES, f"--loss {self.loss}: choose one of {', '.join(sorted(LOSSES))}")
         loss = LOSSES[self.loss]
-        needs_reference = loss.needs_reference and not (self.positive_only and loss.unit == "pair")
+        self.chosen_alone = self.positive_only and loss.unit == "pair"
+        needs_reference = loss.needs_reference and not self.chosen_alone
         self.is_plain = not self.humanline or not needs_reference
         if self.is_plain:
             self.sync_k = 0
@@ -474,7 +476,7 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
             sequence.kto_weight = config.desirable_weight or balanced
 
 def compute_dpo(x: Microbatch, config: Config) -> Tensor:
-    if config.positive_only:  # x has the chosen alone
+    if config.chosen_alone:  # the rejected are idle, and so not in x
         return -x.logps.sum(-1) / x.mask.sum(-1)
     note_implicit_rewards(x, config)
     return dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
@@ -501,7 +503,8 @@ class Loss:
     """Everything that the program knows about a loss. To add a loss, add an entry to LOSSES.
 
     compute(x, config) takes the record of the step and returns either (N, T) token losses, which are averaged
-    as --average says, or one loss per pair or example. The mean is always over the global batch."""
+    as --average says, or one loss per pair or example. The mean is always over the global batch. With
+    --positive-only, a loss of pairs that lists it in its settings gets the chosen alone, and no reference."""
 
     compute: Callable[[Microbatch, Config], Tensor]
     make_units: Callable[[Group], list[list[Sequence]]]
@@ -1563,8 +1566,8 @@ def make_units(groups: list[Group], config: Config) -> None:
     loss."""
     loss = LOSSES[config.loss]
     # M_P and M_R of --perception sample are maxima over all tokens, so it needs every token's d.
-    needs_all = (loss.needs_all or loss.unit == "example" or config.kl_beta > 0
-                 or config.perception == "sample" or (loss.unit == "pair" and not config.positive_only))
+    needs_all = (loss.needs_all or config.kl_beta > 0 or config.perception == "sample"
+                 or (loss.unit != "group" and not config.chosen_alone))
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
         advantages = group_advantages(rewards, scale=config.scale_rewards)
@@ -2057,7 +2060,7 @@ def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
     The two halves of a pair stay together. Adjacent sequences with the same prompt share a row, so the prompt
     is computed once. Each token then also pays for the masked attention to its neighbours: at most 9/8 of
     that of separate rows while the row is no longer than three prompts, and little up to 256 tokens."""
-    in_pairs = LOSSES[config.loss].unit == "pair" and not config.positive_only
+    in_pairs = LOSSES[config.loss].unit == "pair" and not config.chosen_alone
     width = lambda row: len(row[0].prompt) + sum(len(sequence.completion) for sequence in row)
     blocks = []  # what stays together: one row, or both rows of a pair
     for i, sequence in enumerate(sequences):
@@ -2170,7 +2173,7 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap:
         lm_head_weight: (V, D) output embeddings, tied or not; heads with a bias (GPT-J, Phi-2) do not work.
         labels: (N, T) token ids; -100 is ignored.
         softcap: replaces logits by softcap * tanh(logits / softcap), as in Gemma 2.
-        chunk: None takes 512, or more if the vocabulary is small: as many as have 128 MiB of float32 logits.
+        chunk: None: as many positions as give 128 MiB of float32 logits, but at least 512.
         temperature: divides the logits afterwards, as in sampling.
     """
     places = (labels != -100).flatten().nonzero()[:, 0]

@@ -513,3 +513,14 @@ def test_what_the_report_says_of_frequent_syncs_and_of_collapse_holds(everything
     for task, k in (sums, 128), (sorting, 24), (long_sums, 24):
         form = task.forms["grpo", "humanline"]
         assert form.k == k and reproduce.collapsed(list(form.runs.values()), "test") == [0, 0, 5]
+    for loss in ("dpo", "kto"):  # both unlearn long sums, at every setting
+        runs = [outcome for run, outcome in long_sums.known.items() if (run.loss, run.form) == (loss, "humanline")]
+        assert max(outcome["test"][-1] for outcome in runs) < 0.15
+    clip_stops = sums.known[Run("two-digits", "grpo", "humanline", 8e-4, 24, 101)]
+    assert round(100 * max(map(sum, zip(clip_stops["clamped_low"], clip_stops["clamped_high"])))) == 9
+    [sentiment] = [cell for cell in everything.cells if (cell.task, cell.loss) == ("sentiment", "grpo")]
+    nats = {name: np.mean([run["kl 64"] for run in sentiment.at_tuned(name).values()])
+            for name in ("online", "plain, no ratio clip", HUMANLINE)}
+    assert round(nats["online"]) == 101 and round(nats["plain, no ratio clip"] / nats[HUMANLINE]) == 3
+    lost = reproduce.collapsed(list(sorting.forms["grpo", "better alone, synced"].runs.values()), "test")
+    assert lost == [0, 1, 5]

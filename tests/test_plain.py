@@ -236,7 +236,7 @@ SLOW = [
      "1.0",
      "kto, plain, offline"),
     ("rejected completions count in spite of --positive-only",
-     "make_units", "and not config.positive_only",
+     "make_units", " and not config.chosen_alone",
      "",
      "dpo, better alone, offline"),
     ("undesirable examples count in spite of --positive-only",
