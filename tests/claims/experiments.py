@@ -69,7 +69,8 @@ TASKS = {
 }
 
 # A form's flags; {k} is its --sync-k. `--loss` names an entry of neighbours.py, if the form has one. Runs with taper that
-# are stored were made when humanline.py had it, as `--taper` and `--prior 1`.
+# are stored were made when humanline.py had it, as `--taper` and `--prior 1`. The forms without GRPO's ratio clip were
+# added when the verdicts were known; no verdict uses them.
 FORMS = {
     "plain": "--no-humanline",
     "humanline": "--sync-k {k}",
@@ -81,6 +82,8 @@ FORMS = {
 }
 GRPO_FORMS = {
     "humanline with taper and prior": "--loss grpo-taper-prior --sync-k {k}",
+    "plain, no ratio clip": "--no-humanline --epsilon 1000",
+    "sync alone, no ratio clip": "--sync-k {k} --perception none --epsilon 1000",
     "every 64 steps": "--no-humanline --sample-every 64",
     "every 64 steps, humanline": "--sync-k {k} --sample-every 64",
     "every 64 steps, humanline with taper": "--loss grpo-taper --sync-k {k} --sample-every 64",
