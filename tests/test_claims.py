@@ -395,6 +395,20 @@ def test_the_plan_ends_with_every_form_tuned_and_tested(monkeypatch):
     assert not tuned.is_complete and ("dpo", "plain") not in tuned.forms and ("dpo", "online") in tuned.forms
 
 
+def test_a_form_that_ends_below_its_base_is_tried_at_lower_rates_with_every_k():
+    known, waves, task = {}, [], TASKS["six-digits"]
+    while wave := experiments.plan_form(task, "dpo", HUMANLINE, known, [101, 102], [1, 2, 3, 4, 5]):
+        waves.append(wave)
+        known |= {run: dict(validation=[0.65, 0.7 if run.lr < 3e-5 else 0.1 / run.lr * 1e-5]) for run in wave}
+    assert [len(wave) for wave in waves] == [6, 5, 2, 2, 4, 5]
+    assert {(run.lr, run.k) for run in waves[4]} == {(2.5e-5, 8), (2.5e-5, 24)}
+    assert {(run.lr, run.k) for run in waves[-1]} == {(2.5e-5, 24)}
+    known = {run: dict(validation=[0.65, 0.1]) for run in known if run.seed > 100}
+    while wave := experiments.plan_form(task, "dpo", HUMANLINE, known, [101, 102], []):
+        known |= {run: dict(validation=[0.65, 0.1]) for run in wave}
+    assert min(run.lr for run in known) == 1e-4 / 2**experiments.HALVINGS
+
+
 @pytest.mark.parametrize("differences, unfinished, outcome", [
     ((0.02, 0.02, 0.0), 0, "stays"), ((0.02, 0.0, 0.0), 0, "goes"), ((0.02, 0.02, -0.03), 0, "goes"),
     ((0.02, 0.0, 0.0), 1, "open"), ((0.0, 0.0, 0.0), 1, "goes"), ((-0.03, 0.02, 0.02), 1, "goes")])

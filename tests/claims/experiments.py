@@ -12,6 +12,9 @@ judged by pass@1 of the last measurement on the validation half of the held-out 
 first base are run on the second, and the best mean of both wins. Where its learning rate is at the edge of the grid, one
 further is tried, with the same k. Ties go to the lower rate, then to the larger k. **Test**: the chosen settings on
 bases 1, 2, ... (the first five that learned), on the other half.
+
+Added when the first results were known: a form whose best setting ends below its own base needs lower rates. Half the
+lowest rate of the grid is tried with every k on both bases, and half of that, up to four times, until it ends above.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import contextlib
 import copy
 import functools
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,7 +32,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Iterator
+from typing import Iterable, Iterator
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -114,6 +118,7 @@ FORMS_OF = {loss: FORMS | NEIGHBOURS[loss] for loss in NEIGHBOURS}
 FORMS_OF["grpo"] = FORMS | GRPO_FORMS | NEIGHBOURS["grpo"]
 TUNING_BASES, TEST_BASES = 2, 5
 SECOND_BASE = 5  # settings of a form that are run on the second tuning base
+HALVINGS = 4  # of the lowest rate, for forms that end below their base
 
 @dataclass(frozen=True)
 class Run:
@@ -136,38 +141,55 @@ class Run:
             f"--eval-every {task.every} --seed {self.seed}"
         ).split()
 
+Settings = tuple[float, int]  # learning rate and k
+
 def plan(task: Task, known: dict[Run, dict], seeds: tuple[list[int], list[int]]) -> list[Run]:
     """The runs that the rule asks for next, given those that are known; none when all is done."""
-    first, second = seeds[0]
-    missing = []
-    for loss, forms in FORMS_OF.items():
-        for form, flags in forms.items():
-            ks = task.ks if "{k}" in flags else (0,)
-            wave = [Run(task.name, loss, form, lr, k, first) for lr in task.rates for k in ks]
-            if all(run in known for run in wave):
-                wave = [
-                    Run(task.name, loss, form, lr, k, second)
-                    for lr, k in ranked(task, loss, form, known, [first])[:SECOND_BASE]
-                ]
-            if all(run in known for run in wave):
-                lr, k = ranked(task, loss, form, known, [first, second])[0]
-                further = {task.rates[0]: lr / 2, task.rates[-1]: 2 * lr}
-                wave = [
-                    Run(task.name, loss, form, further.get(lr, lr), k, seed)
-                    for seed in (first, second)
-                ]
-            if all(run in known for run in wave):
-                lr, k = ranked(task, loss, form, known, [first, second])[0]
-                wave = [Run(task.name, loss, form, lr, k, seed) for seed in seeds[1]]
-            missing += [run for run in wave if run not in known]
-    return missing
+    return [
+        run
+        for loss, forms in FORMS_OF.items()
+        for form in forms
+        for run in plan_form(task, loss, form, known, *seeds)
+    ]
+
+def plan_form(
+    task: Task, loss: str, form: str, known: dict[Run, dict], tuning: list[int], test: list[int]
+) -> list[Run]:
+    """The runs of one form that come next."""
+    ks = task.ks if "{k}" in FORMS_OF[loss][form] else (0,)
+
+    def missing(settings: Iterable[Settings], seeds: list[int]) -> list[Run]:
+        runs = [Run(task.name, loss, form, lr, k, seed) for lr, k in settings for seed in seeds]
+        return [run for run in runs if run not in known]
+
+    def best(seeds: list[int]) -> list[Settings]:
+        return ranked(task, loss, form, known, seeds)
+
+    def further() -> Settings:
+        lr, k = best(tuning)[0]
+        return {task.rates[0]: lr / 2, task.rates[-1]: 2 * lr}.get(lr, lr), k
+
+    def is_below_its_base() -> bool:
+        curves = [
+            known[Run(task.name, loss, form, *best(tuning)[0], seed)]["validation"]
+            for seed in tuning
+        ]
+        return sum(curve[-1] - curve[0] for curve in curves) < 0
+
+    wave = missing(itertools.product(task.rates, ks), tuning[:1])
+    wave = wave or missing(best(tuning[:1])[:SECOND_BASE], tuning[1:])
+    wave = wave or missing([further()], tuning)
+    for halvings in range(1, HALVINGS + 1):
+        if not wave and is_below_its_base():
+            wave = missing([(task.rates[0] / 2**halvings, k) for k in ks], tuning)
+    return wave or missing(best(tuning)[:1], test)
 
 def ranked(
     task: Task, loss: str, form: str, known: dict[Run, dict], seeds: list[int]
-) -> list[tuple[float, int]]:
-    """The settings, learning rate and k, that were run on all these bases, by pass@1 of validation at the end, the mean
-    over the bases, best first."""
-    ends: dict[tuple[float, int], list[float]] = {}
+) -> list[Settings]:
+    """The settings of a form that were run on all these bases, by pass@1 of validation at the end, the mean over the
+    bases, best first."""
+    ends: dict[Settings, list[float]] = {}
     for run, outcome in known.items():
         if (run.task, run.loss, run.form) == (task.name, loss, form) and run.seed in seeds:
             ends.setdefault((run.lr, run.k), []).append(outcome["validation"][-1])
