@@ -389,24 +389,47 @@ def test_the_plan_ends_with_every_form_tuned_and_tested(monkeypatch):
     assert tuned.share("dpo", HUMANLINE) == pytest.approx([0.4, 0.4, 0.4])
     assert tuned.best_neighbour("kto").startswith("desirable alone") and not unread([tuned], [])
     known[Run("six-digits", "dpo", "plain", 1e-4, 0, 1)] = pretend(Run("six-digits", "dpo", "plain", 1e-4, 0, 1))
-    assert len(unread([reproduce.Tuned("six-digits")], [])) == 1  # a test base at settings that were not chosen
+    tuned = reproduce.Tuned("six-digits")  # a test base at settings that were chosen earlier
+    assert "plain at 1e-4" in reproduce.task_page(tuned, {loss: tuned.facts(loss) for loss in FORMS_OF})
     del known[Run("six-digits", "dpo", "plain", 2e-4, 0, 102)]
     tuned = reproduce.Tuned("six-digits")
     assert not tuned.is_complete and ("dpo", "plain") not in tuned.forms and ("dpo", "online") in tuned.forms
 
 
 def test_a_form_that_ends_below_its_base_is_tried_at_lower_rates_with_every_k():
-    known, waves, task = {}, [], TASKS["six-digits"]
-    while wave := experiments.plan_form(task, "dpo", HUMANLINE, known, [101, 102], [1, 2, 3, 4, 5]):
+    known, waves, task, form = {}, [], TASKS["six-digits"], "RPO, synced"
+    while wave := experiments.plan_form(task, "dpo", form, known, [101, 102], [1, 2, 3, 4, 5]):
         waves.append(wave)
         known |= {run: dict(validation=[0.65, 0.7 if run.lr < 3e-5 else 0.1 / run.lr * 1e-5]) for run in wave}
     assert [len(wave) for wave in waves] == [6, 5, 2, 2, 4, 5]
     assert {(run.lr, run.k) for run in waves[4]} == {(2.5e-5, 8), (2.5e-5, 24)}
     assert {(run.lr, run.k) for run in waves[-1]} == {(2.5e-5, 24)}
     known = {run: dict(validation=[0.65, 0.1]) for run in known if run.seed > 100}
-    while wave := experiments.plan_form(task, "dpo", HUMANLINE, known, [101, 102], []):
+    while wave := experiments.plan_form(task, "dpo", form, known, [101, 102], []):
         known |= {run: dict(validation=[0.65, 0.1]) for run in wave}
     assert min(run.lr for run in known) == 1e-4 / 2**experiments.HALVINGS
+
+
+def test_the_compared_forms_share_their_rates_which_go_on_while_one_is_best_at_an_edge():
+    task, known, waves = TASKS["six-digits"], {}, []
+    best = dict.fromkeys(experiments.COMPARED, 2e-4) | {"sync alone": 2.5e-5, "online": 8e-4}
+    while wave := experiments.plan_compared(task, "kto", known, [101, 102], [1, 2]):
+        waves.append(wave)
+        for run in wave:
+            end = 0.9 - 0.05 * abs(math.log2(run.lr / best[run.form])) - 0.001 * abs(run.k - 8)
+            known[run] = dict(validation=[0.3, end])
+    assert {run.lr for run in known} == {1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3}
+    for form in experiments.COMPARED:
+        of_form = [run for run in known if run.form == form]
+        ks = (8, 24, 64) if "sync" in form or form == HUMANLINE else (0,)
+        assert {(run.lr, run.k) for run in of_form if run.seed == 101} == set(
+            itertools.product(sorted({run.lr for run in known}), ks))
+        assert {(run.lr, run.k) for run in of_form if run.seed < 100} == {(best[form], ks[0])}
+    assert not any(run.seed < 100 for wave in waves[:-1] for run in wave) and len(waves[-1]) == 10
+    known = {run: dict(validation=[0.65, 0.1]) for run in known}
+    while wave := experiments.plan_compared(task, "kto", known, [101, 102], []):
+        known |= {run: dict(validation=[0.65, 0.1]) for run in wave}
+    assert min(run.lr for run in known) == 1e-4 / 2**experiments.FURTHER
 
 
 @pytest.mark.parametrize("differences, unfinished, outcome", [

@@ -13,8 +13,11 @@ first base are run on the second, and the best mean of both wins. Where its lear
 further is tried, with the same k. Ties go to the lower rate, then to the larger k. **Test**: the chosen settings on
 bases 1, 2, ... (the first five that learned), on the other half.
 
-Added when the first results were known: a form whose best setting ends below its own base needs lower rates. Half the
-lowest rate of the grid is tried with every k on both bases, and half of that, up to four times, until it ends above.
+Amended when the first results were known, because each form had then been tried at rates of its own. The five forms that
+the verdicts compare share their rates: while the best setting of any of them has the lowest or the highest rate that the
+five share, or ends below its own base, half that lowest or twice that highest rate is added to those of all five, up to
+five times on either side. Another form whose best setting ends below its own base gets half the lowest rate of the grid
+with every k on both bases, and half of that, up to four times, until it ends above.
 """
 
 import argparse
@@ -58,6 +61,9 @@ class Task:
     batch_size: dict[str, int]
     rates: tuple[float, ...]
     ks: tuple[int, ...]
+    more_ks: tuple[
+        int, ...
+    ] = ()  # for the forms that the verdicts compare, added with the amendment
 
 RATES = 5e-5, 1e-4, 2e-4, 4e-4, 8e-4
 DEMO_SIZES = dict(grpo=32, dpo=32, kto=128)  # groups of 8, pairs, completions
@@ -67,7 +73,14 @@ TASKS = {
         Task("two-digits", 256, 32, 0.5, DEMO_SIZES, RATES, (1, 8, 24, 128)),
         Task("five-sorted", 200, 40, 0.3, DEMO_SIZES, RATES, (1, 8, 24, 128)),
         Task(
-            "six-digits", 128, 32, 0.4, dict(grpo=16, dpo=32, kto=64), (1e-4, 2e-4, 4e-4), (8, 24)
+            "six-digits",
+            128,
+            32,
+            0.4,
+            dict(grpo=16, dpo=32, kto=64),
+            (1e-4, 2e-4, 4e-4),
+            (8, 24),
+            more_ks=(64,),
         ),
     )
 }
@@ -84,6 +97,7 @@ FORMS = {
     "taper alone": "--loss {loss}-taper --no-humanline",
     "online": "--no-humanline --sample-every 1",
 }
+COMPARED = "plain", "humanline", "sync alone", "clip alone", "online"  # by the verdicts
 GRPO_FORMS = {
     "humanline with taper and prior": "--loss grpo-taper-prior --sync-k {k}",
     "plain, no ratio clip": "--no-humanline --epsilon 1000",
@@ -118,7 +132,8 @@ FORMS_OF = {loss: FORMS | NEIGHBOURS[loss] for loss in NEIGHBOURS}
 FORMS_OF["grpo"] = FORMS | GRPO_FORMS | NEIGHBOURS["grpo"]
 TUNING_BASES, TEST_BASES = 2, 5
 SECOND_BASE = 5  # settings of a form that are run on the second tuning base
-HALVINGS = 4  # of the lowest rate, for forms that end below their base
+FURTHER = 5  # rates on either side of the grid, for the compared forms
+HALVINGS = 4  # of the lowest rate, for other forms that end below their base
 
 @dataclass(frozen=True)
 class Run:
@@ -145,44 +160,99 @@ Settings = tuple[float, int]  # learning rate and k
 
 def plan(task: Task, known: dict[Run, dict], seeds: tuple[list[int], list[int]]) -> list[Run]:
     """The runs that the rule asks for next, given those that are known; none when all is done."""
-    return [
-        run
-        for loss, forms in FORMS_OF.items()
-        for form in forms
-        for run in plan_form(task, loss, form, known, *seeds)
-    ]
+    runs = []
+    for loss, forms in FORMS_OF.items():
+        runs += plan_compared(task, loss, known, *seeds)
+        for form in forms:
+            if form not in COMPARED:
+                runs += plan_form(task, loss, form, known, *seeds)
+    return runs
+
+def plan_compared(
+    task: Task, loss: str, known: dict[Run, dict], tuning: list[int], test: list[int]
+) -> list[Run]:
+    """The runs that come next of the forms of a loss that the verdicts compare."""
+    rates = list(task.rates)
+
+    def best(form: str) -> Settings:
+        return ranked(task, loss, form, known, tuning)[0]
+
+    while True:
+        wave = []
+        for form in COMPARED:
+            ks = task.ks + task.more_ks if is_synced(loss, form) else (0,)
+            wave += missing_runs(
+                task, loss, form, known, itertools.product(rates, ks), tuning[:1]
+            ) or missing_second(task, loss, form, known, tuning)
+        if wave:
+            return wave
+        best_rates = [best(form)[0] for form in COMPARED]
+        is_low = min(best_rates) <= rates[0] or any(
+            ends_below_its_base(task, loss, form, known, tuning) for form in COMPARED
+        )
+        if is_low and rates[0] > task.rates[0] / 2**FURTHER:
+            rates.insert(0, rates[0] / 2)
+        elif max(best_rates) >= rates[-1] and rates[-1] < task.rates[-1] * 2**FURTHER:
+            rates.append(rates[-1] * 2)
+        else:
+            return [
+                run
+                for form in COMPARED
+                for run in missing_runs(task, loss, form, known, [best(form)], test)
+            ]
 
 def plan_form(
     task: Task, loss: str, form: str, known: dict[Run, dict], tuning: list[int], test: list[int]
 ) -> list[Run]:
-    """The runs of one form that come next."""
-    ks = task.ks if "{k}" in FORMS_OF[loss][form] else (0,)
+    """The runs of another form that come next."""
+    ks = task.ks if is_synced(loss, form) else (0,)
 
     def missing(settings: Iterable[Settings], seeds: list[int]) -> list[Run]:
-        runs = [Run(task.name, loss, form, lr, k, seed) for lr, k in settings for seed in seeds]
-        return [run for run in runs if run not in known]
+        return missing_runs(task, loss, form, known, settings, seeds)
 
-    def best(seeds: list[int]) -> list[Settings]:
-        return ranked(task, loss, form, known, seeds)
+    def best() -> Settings:
+        return ranked(task, loss, form, known, tuning)[0]
 
     def further() -> Settings:
-        lr, k = best(tuning)[0]
+        lr, k = best()
         return {task.rates[0]: lr / 2, task.rates[-1]: 2 * lr}.get(lr, lr), k
 
-    def is_below_its_base() -> bool:
-        curves = [
-            known[Run(task.name, loss, form, *best(tuning)[0], seed)]["validation"]
-            for seed in tuning
-        ]
-        return sum(curve[-1] - curve[0] for curve in curves) < 0
-
     wave = missing(itertools.product(task.rates, ks), tuning[:1])
-    wave = wave or missing(best(tuning[:1])[:SECOND_BASE], tuning[1:])
+    wave = wave or missing_second(task, loss, form, known, tuning)
     wave = wave or missing([further()], tuning)
     for halvings in range(1, HALVINGS + 1):
-        if not wave and is_below_its_base():
+        if not wave and ends_below_its_base(task, loss, form, known, tuning):
             wave = missing([(task.rates[0] / 2**halvings, k) for k in ks], tuning)
-    return wave or missing(best(tuning)[:1], test)
+    return wave or missing([best()], test)
+
+def is_synced(loss: str, form: str) -> bool:
+    return "{k}" in FORMS_OF[loss][form]
+
+def missing_runs(
+    task: Task,
+    loss: str,
+    form: str,
+    known: dict[Run, dict],
+    settings: Iterable[Settings],
+    seeds: list[int],
+) -> list[Run]:
+    runs = [Run(task.name, loss, form, lr, k, seed) for lr, k in settings for seed in seeds]
+    return [run for run in runs if run not in known]
+
+def missing_second(
+    task: Task, loss: str, form: str, known: dict[Run, dict], tuning: list[int]
+) -> list[Run]:
+    """Of the settings that are best on the first tuning base, on the second."""
+    settings = ranked(task, loss, form, known, tuning[:1])[:SECOND_BASE]
+    return missing_runs(task, loss, form, known, settings, tuning[1:])
+
+def ends_below_its_base(
+    task: Task, loss: str, form: str, known: dict[Run, dict], tuning: list[int]
+) -> bool:
+    """Whether the best setting does, on the mean of the tuning bases."""
+    settings = ranked(task, loss, form, known, tuning)[0]
+    curves = [known[Run(task.name, loss, form, *settings, seed)]["validation"] for seed in tuning]
+    return sum(curve[-1] - curve[0] for curve in curves) < 0
 
 def ranked(
     task: Task, loss: str, form: str, known: dict[Run, dict], seeds: list[int]
