@@ -23,8 +23,9 @@ first: they are the method. What the loop calls follows: the run's folder and lo
 rewards, the reference, log-probs, ranks and checkpoints, and finally the command line.
 
 Three policies appear throughout. The **old policy** drew the current rollouts. The **reference** is what the
-log-ratio is measured against, except online without syncs, where that is the old policy; and the KL. The
-**sampler** μ is whatever model produced a completion: the old policy, or a model that we know nothing about.
+log-ratio and the KL are measured against; online without syncs, the log-ratio is measured against the old
+policy instead. The **sampler** μ is whatever model produced a completion: the old policy, or a model that we
+know nothing about.
 
 Left out on purpose: a value model, a second model on the GPU, tensor and pipeline parallelism, quantized
 weights, images, tools, and several turns within one rollout.
@@ -73,8 +74,8 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Callable, Iterable, Iterator, Literal
 
-if __name__ == "__main__":  # Ctrl-C during the imports below prints no traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below prints no traceback
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,7 @@ class Config:
     """Align a language model with DPO, KTO or GRPO, plain or as a humanline variant."""
 
     loss: str = "grpo"  # The objective: grpo, dpo or kto.
-    model: str | None = None  # A Hugging Face model or a folder. Default: the demo's tiny model.
+    model: str | None = None  # A Hugging Face model or a folder. Without it and --data: the demo's.
     data: tuple[str, ...] = ()
     """Training data, as NAME[:[CONFIG:]SPLIT]. NAME is a .jsonl, .json or .parquet file, a folder, or a data
     set on the Hugging Face hub."""
@@ -474,6 +475,7 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
         sequence.kto_weight = 0.0 if config.positive_only else config.undesirable_weight
         if sequence.is_chosen:
             sequence.kto_weight = config.desirable_weight or balanced
+        sequence.is_idle = sequence.kto_weight == 0 and config.perception != "sample"
 
 def compute_dpo(x: Microbatch, config: Config) -> Tensor:
     if config.chosen_alone:  # the rejected are idle, and so not in x
@@ -504,7 +506,8 @@ class Loss:
 
     compute(x, config) takes the record of the step and returns either (N, T) token losses, which are averaged
     as --average says, or one loss per pair or example. The mean is always over the global batch. With
-    --positive-only, a loss of pairs that lists it in its settings gets the chosen alone, and no reference."""
+    --positive-only, a loss of pairs that lists it in its settings gets the chosen sequences alone, and x.d and
+    x.perceived are None."""
 
     compute: Callable[[Microbatch, Config], Tensor]
     make_units: Callable[[Group], list[list[Sequence]]]
@@ -606,8 +609,8 @@ def train(config: Config) -> "Run":
     return run
 
 def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str, float]:
-    """Add the gradient of the batch's mean loss to the .grad of the parameters; returns what the step logs.
-    All means are over the global batch, so the result does not depend on microbatches or ranks."""
+    """Set the .grad of the parameters, which are None or 0, to the gradient of the batch's mean loss; returns
+    what the step logs. All means are over the global batch: microbatches and ranks do not change the result."""
     loss = LOSSES[config.loss]
     totals = {}  # of each metric; see `add_metrics`
     total_loss = torch.zeros((), device=policy.device)
@@ -712,7 +715,7 @@ def share_of_mean(losses: Tensor, x: Microbatch, batch: "Batch", config: Config)
     return (losses * x.mask).sum() / tokens
 
 def log_ratios_without_gradient(policy: Module, sequences: list[Sequence], batch: "Batch",
-                      config: Config) -> Microbatch:
+                                config: Config) -> Microbatch:
     """The record of these sequences up to their log-ratios, without gradients, on the CPU of every rank."""
     x = make_microbatch([[sequence] for sequence in sequences], torch.device("cpu"))
     x.step = batch.step
@@ -806,11 +809,11 @@ class Run:
         if seen:
             warn(f"--eval-data: {len(seen)} of its prompts are also in --data")
         # Must be the same on resume.
-        fields = json.dumps([row.fields for row in rows], default=str).encode()
-        self.fingerprint = hashlib.sha256(fields).hexdigest()
+        content = json.dumps([vars(row) for row in rows], default=str).encode()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
         files = [*Path(config.model).glob("*.safetensors")]
         for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
-            file = Path(spec.rpartition(":")[0])  # of "exact": the working folder, which is not hashed
+            file = Path(spec.rpartition(":")[0])  # for "exact" the working folder, which is not hashed
             require(file.exists(), f"{flag} {spec}: No such file: {file}; write FILE.py:function")
             files.append(file)
         self.fingerprint += from_first_rank(lambda: str(hashes(files)))
@@ -1004,7 +1007,8 @@ def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
     check_folder(out, config)  # again: another run may have finished in the meantime
 
 def note_signals(stack: contextlib.ExitStack) -> list[int]:
-    """A list to which SIGTERM, SIGHUP and Ctrl-C are added until `stack` closes."""
+    """A list to which SIGTERM, SIGHUP and Ctrl-C are added until `stack` closes, unless they are ignored, as by
+    nohup."""
     received = []
 
     def note(number, _):
@@ -1016,7 +1020,8 @@ def note_signals(stack: contextlib.ExitStack) -> list[int]:
             signal.signal(number, signal.default_int_handler)
 
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
-        stack.callback(signal.signal, number, signal.signal(number, note))
+        if signal.getsignal(number) != signal.SIG_IGN:
+            stack.callback(signal.signal, number, signal.signal(number, note))
     return received
 
 # ---------- Models ------------------------------------------------------------------------------------------
@@ -1504,7 +1509,8 @@ class Batches:
                     "labelled completions do not form pairs or groups; use --loss kto, or --sample-every 1")
             make_units(groups, config)
             self.pool = [(unit, group) for group in groups for unit in group.units]
-            require(self.pool, "--data: no row has both a better and a worse completion")
+            require(any(not sequence.is_idle for unit, _ in self.pool for sequence in unit),
+                    "--data: no row has both a better and a worse completion")
         require(self.per_step <= len(self.pool), f"--batch-size {config.batch_size}: a step needs "
                 f"{self.per_step} prompts, pairs or examples, but --data has {len(self.pool)}; lower it")
         self.steps = config.steps or len(self.pool) // self.per_step  # in the whole run
@@ -1805,16 +1811,15 @@ def find_stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     return [first, *sorted(stops - {first})]
 
 # ---------- Rewards -----------------------------------------------------------------------------------------
-# A number for each completion. A failure counts as 0, and stops the run only if no sample has had a reward.
+# A number for each completion. A failure stops the run only if no sample has had a reward.
 
 CONFIGS = Path(__file__).with_name("configs")
 NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # a row needs one of them
 
 class Reward:
     """The reward that --reward names, as a function(prompts, completions, rows) that returns a finite float
-    for each completion, 0 where it failed. Prompts are lists of messages (dicts with `role` and
-    `content`), completions are strings, rows are dicts with all columns. Raises UserError if it cannot be
-    loaded."""
+    for each completion. Prompts are lists of messages (dicts with `role` and `content`), completions are
+    strings, rows are dicts with all columns. Raises UserError if it cannot be loaded."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -1833,8 +1838,8 @@ class Reward:
 
     def __call__(self, *samples: list) -> list[float]:
         """Reward all samples in one call; if that fails, one at a time. A sample that still fails, or whose
-        reward is not a finite number, gets 0. One warning reports how many. Raises UserError if no sample
-        ever got a reward."""
+        reward is not a finite number, gets 0, or the lowest reward of the call if that is negative. One
+        warning reports how many. Raises UserError if no sample ever got a reward."""
         count = len(samples[0])
         try:
             values = self.function(*samples)
@@ -1849,10 +1854,11 @@ class Reward:
         self.worked |= any(good)
         if not self.worked:
             raise UserError(f"--reward {self.config.reward} failed on every sample: {reasons[:1]!r:.200}")
+        lowest = float(min([0, *itertools.compress(values, good)]))
         if reasons:
             warn(f"--reward {self.config.reward}: {good.count(False)} of {count} samples failed and count as "
-                 f"0; the first reason: {reasons[0]!r:.200}")
-        return [float(value) if is_good else 0.0 for value, is_good in zip(values, good)]
+                 f"{lowest:g}; the first reason: {reasons[0]!r:.200}")
+        return [float(value) if is_good else lowest for value, is_good in zip(values, good)]
 
     def one_by_one(self, *samples: list) -> list:
         """The reward of each sample, or the reason why it failed; stops after three timeouts in a row."""
@@ -1924,16 +1930,21 @@ class FunctionProcess:
         try:
             values, failure = self.pool.submit(call).result(seconds)
         except BaseException as error:  # a timeout, a crash, or Ctrl-C
-            self.pool.shutdown(kill_workers=True)
-            self.pool = None
+            self.stop()
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"took longer than {seconds:.4g} s") from None
             if isinstance(error, BrokenExecutor):
                 raise RuntimeError("its process died: it crashed or ran out of memory") from None
             raise
         if failure:
+            if not arguments:  # the file did not load
+                self.stop()
             raise RuntimeError(failure)
         return values
+
+    def stop(self) -> None:
+        self.pool.shutdown(kill_workers=True)
+        self.pool = None
 
 # ---------- The reference -----------------------------------------------------------------------------------
 
@@ -2564,7 +2575,7 @@ def parse_config(argv: list[str]) -> Config:
     elif loss in LOSSES and not {"--model", "--data", "--help", "-h"} & typed.keys():
         settings = demo_settings(loss)
     config = parse_flags(settings + argv)
-    parts = sorted({"--sync-k", "--perception"} & typed.keys())
+    parts = [flag for flag in typed if re.match("--(sync-k|perception|log-eps|gamma|beta-)", flag)]
     require(not config.is_plain or not parts, f"{' and '.join(parts)}: --no-humanline turns it off, as does "
             "--positive-only with DPO or a loss without a reference; to use one part, turn off the other")
     for name in config.given:
@@ -2692,22 +2703,18 @@ def describe(run: Run, first: int) -> None:
              "lost; use --dtype mixed or --lora")
 
 def last_line(run: Run) -> str:
-    """One sentence about the result, and what to type next."""
-    settings = shlex.quote(str(run.out / "config.toml"))
-    again = f"python {shlex.quote(sys.argv[0])} --config {settings}"
+    """One sentence about the result."""
     if run.stopped_at:
-        return (f"stopped after step {run.stopped_at} of {run.batches.steps}, saved; continue with: {again} "
-                f"--out {shlex.quote(str(run.out))} --resume latest")
+        words = ["python", sys.argv[0], "--config", run.out / "config.toml", "--out", run.out,
+                 "--resume", "latest"]
+        return (f"stopped after step {run.stopped_at} of {run.batches.steps}; continue with: "
+                f"{shlex.join(map(str, words))}")
     gained = ""
     if "accuracy_before" in run.latest and "accuracy" in run.latest:
         gained = ("mean reward on --eval-data went from {accuracy_before:.3f} to {accuracy:.3f}, "
                   "greedy from {greedy_before:.3f} to {greedy:.3f}: ").format(**run.latest)
-    other = "--no-humanline"
-    if run.config.is_plain:
-        other = "--no-positive-only" if run.config.positive_only else "--humanline"
     return (f"{gained}{in_words(run.config)}, {run.batches.steps} steps in "
-            f"{time.perf_counter() - run.started:.0f} s; the model is in {run.out / 'final'}; "
-            f"to compare, tune --lr of: {again} {other}")
+            f"{time.perf_counter() - run.started:.0f} s; the model is in {run.out / 'final'}")
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # print what the terminal's encoding lacks as a question mark

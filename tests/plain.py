@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Literal
 
 import torch
 import tyro
@@ -34,16 +35,16 @@ from humanline import seed_for  # so that both shuffle and reject alike
 
 @dataclass
 class Settings:
-    loss: str = "grpo"
+    loss: Literal["dpo", "kto", "grpo"] = "grpo"
     humanline: bool = True  # both of its parts, or neither
     sync_k: int = 8  # 0: never; online the log-ratio is then to the old policy
-    perception: str = "clip"  # or sample, or none
+    perception: Literal["clip", "sample", "none"] = "clip"
     log_eps_p: float = -1.5
     log_eps_r: float = 1.5
     positive_only: bool = True  # worse completions count nothing; DPO: supervised finetuning on the chosen
     kl_beta: float = 0.0
     sample_every: int = 0
-    temperature: float = 1.0  # offline it stays 1
+    temperature: float = 1.0  # of rollouts
     steps: int = 64
     batch_size: int = 32  # online it counts prompts; humanline.py counts completions for KTO
     lr: float = 8e-4
@@ -55,6 +56,8 @@ class Settings:
     undesirable_weight: float = 1.0  # λ_U
 
     def __post_init__(self):
+        if not self.sample_every:
+            self.temperature = 1.0
         if not self.humanline:
             self.sync_k, self.perception = 0, "none"
 config = Settings()

@@ -154,6 +154,7 @@ BAD_FLAGS = [
     ("--data missing.jsonl", r"--data missing\.jsonl: .*No such file"),
     ("--model no-such-folder", r"--model no-such-folder: .*; pass a Hugging Face model or a folder"),
     ("--no-humanline --sync-k 7", r"--sync-k: --no-humanline turns it off"),
+    ("--no-humanline --log-eps-p=-2", r"--log-eps-p: --no-humanline turns it off"),
     ("--loss dpo --positive-only --sync-k 7", r"--sync-k: --no-humanline turns it off"),
     ("--out /dev/null/x", r"--out /dev/null/x: .*; choose another folder"),
     ("--template-values {enable_thinking:false}",
@@ -181,6 +182,7 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
     ("dpo", [PAIR, dict(PAIR, prompt=" ")], r"row 2: the text of the user is empty"),
     ("dpo", [{"text": "a"}], r"row 1: no 'prompt'; every row needs one"),
     ("dpo", [dict(GROUP, scores=[1, 1])], r"no row has both a better and a worse completion"),
+    ("grpo", [dict(GROUP, scores=[1, 1])], r"no row has both a better and a worse completion"),
     ("grpo", [{"prompt": "a", "completion": "b", "label": True}],
      r"labelled completions do not form pairs or groups; use --loss kto"),
     ("kto", [{"prompt": "a", "completion": "b", "label": "yes"}], r"row 1: a score or label is 'yes'"),
@@ -350,7 +352,6 @@ def test_the_file_alone_trains_offline_and_online(alone, tiny, data_files, data,
     assert done.returncode == 0, done.stderr
     assert len(metrics(alone.folder / data)) == 3
     assert (alone.folder / data / "final" / "model.safetensors").exists()
-    assert "; to compare, tune --lr of: python humanline.py --config" in done.stdout
 
 
 MOODS = """

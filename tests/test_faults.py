@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Callable
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ from conftest import ROOT, command, metrics, same_weights, timeless
 import humanline
 
 
-def start(*flags: str) -> subprocess.Popen:
-    """Start python humanline.py FLAGS in the background."""
+def start(*flags: str, before: Callable[[], object] | None = None) -> subprocess.Popen:
+    """Start python humanline.py FLAGS in the background; `before` is called in its process first."""
     line = [sys.executable, str(ROOT / "humanline.py"), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(line, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(line, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            preexec_fn=before)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
@@ -126,6 +128,17 @@ def test_a_stopped_command_exits_with_the_status_of_its_signal_and_says_how_to_r
     again = shlex.split(last_line.split(f"python {ROOT}/humanline.py ")[1])
     assert command(*again).returncode == 0
     assert (out / "final").exists()
+
+
+def test_nohup_keeps_a_run_from_stopping_when_its_terminal_closes(tiny, data_files, tmp_path):
+    flags = f"--model {tiny} --data {data_files['groups']} --steps 20 --batch-size 4 --out {tmp_path / 'out'}".split()
+    process = start(*flags, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    while not (tmp_path / "out" / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and "SIGHUP" not in error
 
 
 def test_a_damaged_checkpoint_is_always_noticed_and_the_one_before_is_used(run, tmp_path, capsys):

@@ -251,6 +251,9 @@ def trouble(prompts, completions, rows):
         if text == "no list": return dict.fromkeys(completions)
     odd = {"nan": float("nan"), "none": None, "huge": 10**400}
     return [odd.get(text, 1.0) for text in completions]
+
+def negative(prompts, completions, rows):
+    return [-float(text) if text else None for text in completions]
 '''
 
 
@@ -300,6 +303,24 @@ def test_a_bad_score_fails_only_its_own_sample_with_one_warning(user_files, caps
     [line] = warnings(capsys)
     assert "light-weight.py:trouble: 1 of 4 samples failed and count as 0" in line and reason in line
     assert score([PROMPT] * 2, ["a", "b"], [{}] * 2) == [1.0, 1.0] and not warnings(capsys)
+
+
+def test_to_fail_is_never_better_than_the_worst_reward_of_the_call(user_files, capsys):
+    score = load(f"{user_files}/light-weight.py:negative")
+    assert score([PROMPT] * 4, ["2", "", "5", "1"], [{}] * 4) == [-2.0, -5.0, -5.0, -1.0]
+    assert "1 of 4 samples failed and count as -5; the first reason: None" in warnings(capsys)[0]
+
+
+def test_a_file_that_cannot_be_loaded_again_is_tried_again(tmp_path, capsys):
+    (tmp_path / "reward.py").write_text(
+        "import os, pathlib\nhere = pathlib.Path(__file__).with_name('is-broken')\n"
+        "if here.exists(): here.unlink(); raise OSError('no memory left on the GPU')\n"
+        "def score(prompts, completions, rows):\n  if completions[0] == 'crash': os.abort()\n  return [1.0]\n")
+    score = load(f"{tmp_path}/reward.py:score")
+    assert score([PROMPT], ["fine"], [{}]) == [1.0]
+    (tmp_path / "is-broken").touch()
+    assert score([PROMPT], ["crash"], [{}]) == [0.0] and "its process died" in warnings(capsys)[0]
+    assert score([PROMPT], ["fine"], [{}]) == [1.0] and not warnings(capsys)
 
 
 @needs_proc
@@ -402,8 +423,8 @@ def score(folder: str, completions: list[str] = COMPLETIONS, **settings) -> list
 
 def test_the_score_of_a_reward_model_is_its_logit_of_each_dialogue_alone(reward_model, capsys):
     scores = score(reward_model, [*COMPLETIONS, "x" * 100])  # the last is beyond its positions
-    assert scores[:-1] == pytest.approx(by_hand(reward_model), abs=1e-5) and scores[-1] == 0
-    assert "1 of 6 samples failed" in warnings(capsys)[0] and len(set(scores)) == 6
+    assert scores[:-1] == pytest.approx(by_hand(reward_model), abs=1e-5) and scores[-1] == min([0.0, *scores])
+    assert "1 of 6 samples failed" in warnings(capsys)[0] and len(set(scores[:-1])) == 5
 
 
 def test_a_reward_model_needs_neither_padding_nor_a_chat_template(reward_model, tmp_path, capsys):

@@ -108,6 +108,17 @@ def test_weights_that_do_not_fit_the_config_give_a_one_line_error(
 
 # Resume, and the ranks.
 
+def test_resuming_notices_a_change_in_any_line_of_a_group(run, tiny, tmp_path):
+    lines = [dict(prompt_id=str(i // 2), prompt=f"{i // 2}+1=", completion=str(i), reward=i % 2) for i in range(16)]
+    data = write_jsonl(tmp_path / "rows.jsonl", lines)
+    start = short_run(tiny, data, "--save-every 2")
+    out = run("", flags=start, out=str(tmp_path / "out"))
+    shutil.rmtree(out / "final")
+    write_jsonl(tmp_path / "rows.jsonl", [line | dict(reward=2) if line["completion"] == "3" else line for line in lines])
+    with pytest.raises(humanline.UserError, match="--data, .* have changed since"):
+        run("--resume latest", flags=start, out=str(out))
+
+
 @pytest.mark.parametrize("changed", ["rows", "weights", "template", "reward", "sampler"])
 def test_resuming_notices_changes_in_files_that_rewards_and_weights_depend_on(
         run, tiny, varied, tmp_path, changed):
