@@ -398,14 +398,14 @@ def test_the_plan_ends_with_every_form_tuned_and_tested(monkeypatch):
 
 def test_a_form_that_ends_below_its_base_is_tried_at_lower_rates_with_every_k():
     known, waves, task, form = {}, [], TASKS["six-digits"], "RPO, synced"
-    while wave := experiments.plan_form(task, "dpo", form, known, [101, 102], [1, 2, 3, 4, 5]):
+    while wave := experiments.Plan(task, "dpo", known, [101, 102], [1, 2, 3, 4, 5]).other(form):
         waves.append(wave)
         known |= {run: dict(validation=[0.65, 0.7 if run.lr < 3e-5 else 0.1 / run.lr * 1e-5]) for run in wave}
     assert [len(wave) for wave in waves] == [6, 5, 2, 2, 4, 5]
     assert {(run.lr, run.k) for run in waves[4]} == {(2.5e-5, 8), (2.5e-5, 24)}
     assert {(run.lr, run.k) for run in waves[-1]} == {(2.5e-5, 24)}
     known = {run: dict(validation=[0.65, 0.1]) for run in known if run.seed > 100}
-    while wave := experiments.plan_form(task, "dpo", form, known, [101, 102], []):
+    while wave := experiments.Plan(task, "dpo", known, [101, 102], []).other(form):
         known |= {run: dict(validation=[0.65, 0.1]) for run in wave}
     assert min(run.lr for run in known) == 1e-4 / 2**experiments.HALVINGS
 
@@ -413,7 +413,7 @@ def test_a_form_that_ends_below_its_base_is_tried_at_lower_rates_with_every_k():
 def test_the_compared_forms_share_their_rates_which_go_on_while_one_is_best_at_an_edge():
     task, known, waves = TASKS["six-digits"], {}, []
     best = dict.fromkeys(experiments.COMPARED, 2e-4) | {"sync alone": 2.5e-5, "online": 8e-4}
-    while wave := experiments.plan_compared(task, "kto", known, [101, 102], [1, 2]):
+    while wave := experiments.Plan(task, "kto", known, [101, 102], [1, 2]).compared():
         waves.append(wave)
         for run in wave:
             end = 0.9 - 0.05 * abs(math.log2(run.lr / best[run.form])) - 0.001 * abs(run.k - 8)
@@ -427,7 +427,7 @@ def test_the_compared_forms_share_their_rates_which_go_on_while_one_is_best_at_a
         assert {(run.lr, run.k) for run in of_form if run.seed < 100} == {(best[form], ks[0])}
     assert not any(run.seed < 100 for wave in waves[:-1] for run in wave) and len(waves[-1]) == 10
     known = {run: dict(validation=[0.65, 0.1]) for run in known}
-    while wave := experiments.plan_compared(task, "kto", known, [101, 102], []):
+    while wave := experiments.Plan(task, "kto", known, [101, 102], []).compared():
         known |= {run: dict(validation=[0.65, 0.1]) for run in wave}
     assert min(run.lr for run in known) == 1e-4 / 2**experiments.FURTHER
 

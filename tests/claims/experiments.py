@@ -158,101 +158,88 @@ class Run:
 
 Settings = tuple[float, int]  # learning rate and k
 
+@dataclass(frozen=True)
+class Plan:
+    """What the rule asks for, given the runs of a loss that are known."""
+
+    task: Task
+    loss: str
+    known: dict[Run, dict]
+    tuning: list[int]  # bases
+    test: list[int]
+
+    def compared(self) -> list[Run]:
+        """The runs that come next of the forms that the verdicts compare."""
+        rates = list(self.task.rates)
+        while True:
+            ks = self.task.ks + self.task.more_ks
+            wave = [run for form in COMPARED for run in self.over_grid(form, rates, ks)]
+            if wave:
+                return wave
+            best_rates = [self.best(form)[0] for form in COMPARED]
+            is_low = min(best_rates) <= rates[0] or any(map(self.ends_below_its_base, COMPARED))
+            if is_low and rates[0] > self.task.rates[0] / 2**FURTHER:
+                rates.insert(0, rates[0] / 2)
+            elif max(best_rates) >= rates[-1] and rates[-1] < self.task.rates[-1] * 2**FURTHER:
+                rates.append(rates[-1] * 2)
+            else:
+                return [run for form in COMPARED for run in self.tests(form)]
+
+    def other(self, form: str) -> list[Run]:
+        """The runs of another form that come next."""
+        rates = self.task.rates
+        wave = self.over_grid(form, rates, self.task.ks)
+        if not wave:
+            lr, k = self.best(form)
+            further = {rates[0]: lr / 2, rates[-1]: 2 * lr}.get(lr, lr)
+            wave = self.missing(form, [(further, k)], self.tuning)
+        for halvings in range(1, HALVINGS + 1):
+            if not wave and self.ends_below_its_base(form):
+                lower = itertools.product([rates[0] / 2**halvings], self.ks(form, self.task.ks))
+                wave = self.missing(form, lower, self.tuning)
+        return wave or self.tests(form)
+
+    def over_grid(self, form: str, rates: Iterable[float], ks: tuple[int, ...]) -> list[Run]:
+        """Every setting on the first base; then the best of them on the second."""
+        wave = self.missing(form, itertools.product(rates, self.ks(form, ks)), self.tuning[:1])
+        best = ranked(self.task, self.loss, form, self.known, self.tuning[:1])[:SECOND_BASE]
+        return wave or self.missing(form, best, self.tuning[1:])
+
+    def tests(self, form: str) -> list[Run]:
+        return self.missing(form, [self.best(form)], self.test)
+
+    def missing(self, form: str, settings: Iterable[Settings], seeds: list[int]) -> list[Run]:
+        runs = (
+            Run(self.task.name, self.loss, form, lr, k, seed)
+            for lr, k in settings
+            for seed in seeds
+        )
+        return [run for run in runs if run not in self.known]
+
+    def ks(self, form: str, ks: tuple[int, ...]) -> tuple[int, ...]:
+        return ks if "{k}" in FORMS_OF[self.loss][form] else (0,)
+
+    def best(self, form: str) -> Settings:
+        return ranked(self.task, self.loss, form, self.known, self.tuning)[0]
+
+    def ends_below_its_base(self, form: str) -> bool:
+        """Whether the best setting does, on the mean of the tuning bases."""
+        runs = [
+            Run(self.task.name, self.loss, form, *self.best(form), seed) for seed in self.tuning
+        ]
+        curves = [self.known[run]["validation"] for run in runs]
+        return sum(curve[-1] - curve[0] for curve in curves) < 0
+
 def plan(task: Task, known: dict[Run, dict], seeds: tuple[list[int], list[int]]) -> list[Run]:
-    """The runs that the rule asks for next, given those that are known; none when all is done."""
+    """The runs that the rule asks for next, of tuning and test bases; none when all is done."""
     runs = []
     for loss, forms in FORMS_OF.items():
-        runs += plan_compared(task, loss, known, *seeds)
+        of_loss = Plan(task, loss, known, *seeds)
+        runs += of_loss.compared()
         for form in forms:
             if form not in COMPARED:
-                runs += plan_form(task, loss, form, known, *seeds)
+                runs += of_loss.other(form)
     return runs
-
-def plan_compared(
-    task: Task, loss: str, known: dict[Run, dict], tuning: list[int], test: list[int]
-) -> list[Run]:
-    """The runs that come next of the forms of a loss that the verdicts compare."""
-    rates = list(task.rates)
-
-    def best(form: str) -> Settings:
-        return ranked(task, loss, form, known, tuning)[0]
-
-    while True:
-        wave = []
-        for form in COMPARED:
-            ks = task.ks + task.more_ks if is_synced(loss, form) else (0,)
-            wave += missing_runs(
-                task, loss, form, known, itertools.product(rates, ks), tuning[:1]
-            ) or missing_second(task, loss, form, known, tuning)
-        if wave:
-            return wave
-        best_rates = [best(form)[0] for form in COMPARED]
-        is_low = min(best_rates) <= rates[0] or any(
-            ends_below_its_base(task, loss, form, known, tuning) for form in COMPARED
-        )
-        if is_low and rates[0] > task.rates[0] / 2**FURTHER:
-            rates.insert(0, rates[0] / 2)
-        elif max(best_rates) >= rates[-1] and rates[-1] < task.rates[-1] * 2**FURTHER:
-            rates.append(rates[-1] * 2)
-        else:
-            return [
-                run
-                for form in COMPARED
-                for run in missing_runs(task, loss, form, known, [best(form)], test)
-            ]
-
-def plan_form(
-    task: Task, loss: str, form: str, known: dict[Run, dict], tuning: list[int], test: list[int]
-) -> list[Run]:
-    """The runs of another form that come next."""
-    ks = task.ks if is_synced(loss, form) else (0,)
-
-    def missing(settings: Iterable[Settings], seeds: list[int]) -> list[Run]:
-        return missing_runs(task, loss, form, known, settings, seeds)
-
-    def best() -> Settings:
-        return ranked(task, loss, form, known, tuning)[0]
-
-    def further() -> Settings:
-        lr, k = best()
-        return {task.rates[0]: lr / 2, task.rates[-1]: 2 * lr}.get(lr, lr), k
-
-    wave = missing(itertools.product(task.rates, ks), tuning[:1])
-    wave = wave or missing_second(task, loss, form, known, tuning)
-    wave = wave or missing([further()], tuning)
-    for halvings in range(1, HALVINGS + 1):
-        if not wave and ends_below_its_base(task, loss, form, known, tuning):
-            wave = missing([(task.rates[0] / 2**halvings, k) for k in ks], tuning)
-    return wave or missing([best()], test)
-
-def is_synced(loss: str, form: str) -> bool:
-    return "{k}" in FORMS_OF[loss][form]
-
-def missing_runs(
-    task: Task,
-    loss: str,
-    form: str,
-    known: dict[Run, dict],
-    settings: Iterable[Settings],
-    seeds: list[int],
-) -> list[Run]:
-    runs = [Run(task.name, loss, form, lr, k, seed) for lr, k in settings for seed in seeds]
-    return [run for run in runs if run not in known]
-
-def missing_second(
-    task: Task, loss: str, form: str, known: dict[Run, dict], tuning: list[int]
-) -> list[Run]:
-    """Of the settings that are best on the first tuning base, on the second."""
-    settings = ranked(task, loss, form, known, tuning[:1])[:SECOND_BASE]
-    return missing_runs(task, loss, form, known, settings, tuning[1:])
-
-def ends_below_its_base(
-    task: Task, loss: str, form: str, known: dict[Run, dict], tuning: list[int]
-) -> bool:
-    """Whether the best setting does, on the mean of the tuning bases."""
-    settings = ranked(task, loss, form, known, tuning)[0]
-    curves = [known[Run(task.name, loss, form, *settings, seed)]["validation"] for seed in tuning]
-    return sum(curve[-1] - curve[0] for curve in curves) < 0
 
 def ranked(
     task: Task, loss: str, form: str, known: dict[Run, dict], seeds: list[int]
