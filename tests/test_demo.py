@@ -23,7 +23,7 @@ def first(tmp_path_factory):
     return command(cwd=folder), folder
 
 
-def test_the_command_without_arguments_trains_a_model_and_suggests_the_baseline(first, monkeypatch):
+def test_the_command_without_arguments_trains_a_model(first):
     done, folder = first
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
@@ -35,9 +35,6 @@ def test_the_command_without_arguments_trains_a_model_and_suggests_the_baseline(
     assert f"the model is in runs/{out.name}/final" in last
     lines = metrics(out)
     assert len(lines) == 256 and lines[-1]["accuracy"] == pytest.approx(after, abs=5e-4)
-    monkeypatch.chdir(folder)
-    config = humanline.parse_config(last.split(f"python {ROOT}/humanline.py ")[1].split())
-    assert humanline.in_words(config) == "GRPO, plain on better completions alone" and config.lr == 8e-4
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])

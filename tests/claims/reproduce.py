@@ -16,7 +16,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 
 import numpy as np
 
@@ -62,6 +62,13 @@ class Form:
     validation: float
     runs: dict[int, dict]
 
+def last(run: dict) -> float:
+    return run["test"][-1]
+
+def at_best(run: dict) -> float:
+    """pass@1 at the measurement that was best on the validation problems; the base is one of them."""
+    return run["test"][int(np.argmax(run["validation"]))]
+
 class Tuned:
     """A task's stored runs, and by loss and name the forms whose tuning is complete."""
 
@@ -94,17 +101,18 @@ class Tuned:
         if tests:
             self.forms[loss, name] = Form(lr, k, float(np.mean(validation)), tests)
 
-    def ends(self, loss: str, *names: str) -> list[np.ndarray]:
-        """pass@1 at the end of these forms, on the test bases that all of them have; none if there is no such base."""
+    def ends(self, loss: str, *names: str, at: Callable = last) -> list[np.ndarray]:
+        """pass@1 of these forms after the last step, on the test bases that all of them have; none if there is no such
+        base."""
         forms = [self.forms.get((loss, name)) for name in names]
         if None in forms:
             return []
         common = [seed for seed in self.tests if all(seed in form.runs for form in forms)]
-        ends = [np.array([form.runs[seed]["test"][-1] for seed in common]) for form in forms]
+        ends = [np.array([at(form.runs[seed]) for seed in common]) for form in forms]
         return ends if common else []
 
-    def compare(self, loss: str, name: str, other: str) -> dict | None:
-        ends = self.ends(loss, name, other)
+    def compare(self, loss: str, name: str, other: str, at: Callable = last) -> dict | None:
+        ends = self.ends(loss, name, other, at=at)
         return compare(*ends) if ends and name != other else None
 
     def share(self, loss: str, name: str) -> list[float] | None:
@@ -132,7 +140,8 @@ class Tuned:
                     validation=form.validation,
                     seeds=len(runs),
                     base=estimate(run["test"][0] for run in runs),
-                    test=estimate(run["test"][-1] for run in runs),
+                    test=estimate(map(last, runs)),
+                    best=estimate(map(at_best, runs)),
                     minus_plain=self.compare(loss, name, "plain"),
                     minus_online=self.compare(loss, name, "online"),
                     share_of_gap=self.share(loss, name),
@@ -154,7 +163,8 @@ HOW = """Every form was tuned by the same rule ([experiments.py](experiments.py)
 half of the held-out problems, and then run on the test bases. pass@1 is exact, of the other half, after the last step.
 Offline data are the base's own samples.
 
-± is half of the 95 % interval over test bases (Student's t); differences are paired by base. *Online ± 0.02*: whether
+± is half of the 95 % interval over test bases (Student's t); differences are paired by base. *Best measurement*: pass@1
+where it was best on the validation half, the base included: what stopping early would have given. *Online ± 0.02*: whether
 two one-sided tests say that the form is within 0.02 of online, and their p. *Of the gap*: the share of the gap between
 plain and online that the form closes, with Fieller's interval, where the interval of online less plain lies above 0.
 *Collapsed*: runs that end more than 0.1 below their own base, and more than 0.1 below their own best measurement. KL is
@@ -165,7 +175,7 @@ rate and k; ¹: of the first base alone. The chosen setting is bold. *Collapsed*
 above."""
 
 FORM_HEAD = (
-    "| form | lr, k | validation | test pass@1 | − plain | − online | online ± 0.02, p | of the gap | "
+    "| form | lr, k | validation | test pass@1 | best measurement | − plain | − online | online ± 0.02, p | of the gap | "
     "collapsed | KL |"
 )
 
@@ -184,19 +194,27 @@ def task_page(tuned: Tuned, facts: dict[str, dict]) -> str:
     if tuned.known:
         text += [
             HOW,
-            f"![pass@1 against steps at two learning rates]({tuned.name}.png)\n\nOne run a line, on tuning base "
-            f"{tuned.tuning[0]}, test half. *Best k*: at that rate, on the validation half. *Best neighbour*: the "
+            remade_bases(tuned),
+            f"![pass@1 against steps at two learning rates and at each form's own setting]({tuned.name}.png)\n\nOne run a line, on "
+            f"tuning base {tuned.tuning[0]}, test half; k is humanline's best, of its validation half. *Best neighbour*: the "
             "published form that is best on the validation problems of the tuning bases: "
-            + ", ".join(f"{loss.upper()} {tuned.best_neighbour(loss)}" for loss in tuned.losses) + ".",
+            + ", ".join(f"{loss.upper()} {tuned.best_neighbour(loss)}" for loss in tuned.losses)
+            + ".",
         ]
     for loss in tuned.losses:
         table = form_table(facts[loss]) if facts[loss] else "No form has been tuned and tested yet."
-        text += [f"## {loss.upper()}", table, GRID, grid_table(tuned, loss)]
-    return "\n\n".join(text) + "\n"
+        text += [
+            f"## {loss.upper()}",
+            table,
+            earlier_choices(tuned, loss),
+            GRID,
+            grid_table(tuned, loss),
+        ]
+    return "\n\n".join(filter(None, text)) + "\n"
 
 def form_table(facts: dict[str, dict]) -> str:
     base = next(iter(facts.values()))["base"]
-    rows = [["the base", "", "", show(base), *[""] * 6]]
+    rows = [["the base", "", "", show(base), *[""] * 7]]
     for name, form in facts.items():
         online = form["minus_online"]
         same = (
@@ -210,6 +228,7 @@ def form_table(facts: dict[str, dict]) -> str:
                 show_settings(form["lr"], form["k"]),
                 f"{form['validation']:.3f}",
                 show(form["test"]),
+                show(form["best"]),
                 show_difference(form["minus_plain"]),
                 show_difference(online),
                 same,
@@ -219,6 +238,37 @@ def form_table(facts: dict[str, dict]) -> str:
             ]
         )
     return markdown(FORM_HEAD, rows)
+
+def remade_bases(tuned: Tuned) -> str:
+    """What is said where the runs of a seed did not all start from the same weights."""
+    starts = {seed: set() for seed in tuned.tuning + tuned.tests}
+    for run, outcome in tuned.known.items():
+        starts[run.seed].add(outcome["test"][0])
+    widest = max((max(some) - min(some) for some in starts.values()), default=0)
+    if not widest:
+        return ""
+    return (
+        "The bases were made twice, on two kinds of CPU, which round differently: some runs, those added later, started "
+        f"from weights whose pass@1 differs by up to {widest:.3f}. They are paired by seed all the same."
+    )
+
+def earlier_choices(tuned: Tuned, loss: str) -> str:
+    """The test runs of settings that were chosen before further rates were tried."""
+    earlier: dict[tuple[str, float, int], list[dict]] = {}
+    for run, outcome in tuned.known.items():
+        form = tuned.forms.get((run.loss, run.form))
+        if (
+            run.loss == loss
+            and run.seed in tuned.tests
+            and form
+            and outcome not in form.runs.values()
+        ):
+            earlier.setdefault((run.form, run.lr, run.k), []).append(outcome)
+    found = [
+        f"{form} at {show_settings(lr, k)} {show(estimate(map(last, shown(runs))))}"
+        for (form, lr, k), runs in earlier.items()
+    ]
+    return "Chosen before further rates were tried: " + "; ".join(found) + "." if found else ""
 
 def grid_table(tuned: Tuned, loss: str) -> str:
     cells: dict[tuple[str, int], dict[float, list[dict]]] = {}
@@ -242,6 +292,22 @@ def grid_table(tuned: Tuned, loss: str) -> str:
     return markdown(f"| form | k | {head} | collapsed |", rows)
 
 # ---------- Verdicts ----------------------------------------------------------------------------------------
+
+SYNCED_NO_CLIP = "sync alone, no ratio clip"
+RATIO_CLIP = (  # differences that show what of the sync's gain is the ratio clip's
+    ("sync alone", "plain"),
+    (NO_CLIP, "plain"),
+    (NO_CLIP, "sync alone"),
+    (SYNCED_NO_CLIP, NO_CLIP),
+)
+
+def ratio_clip(tasks: list[Tuned]) -> str:
+    """GRPO with and without its ratio clip, after the last step and at the best measurement."""
+    rows = []
+    for tuned, (form, other) in itertools.product(tasks, RATIO_CLIP):
+        cells = [show_difference(tuned.compare("grpo", form, other, at)) for at in (last, at_best)]
+        rows.append([IN_FIGURES[tuned.name], f"{form} − {other}", *cells])
+    return markdown("| task | difference, paired | last step | best measurements |", rows)
 
 EVERY_64 = "every 64 steps, "
 BETTER, NEAR = "better than", f"within {MARGIN} of"
@@ -317,8 +383,12 @@ def prior_rule(tasks: list[Tuned]) -> dict:
     )
 
 ABOUT_VERDICTS = f"""p-values are corrected by Holm's method for all of these verdicts. *Better than*: a two-sided t
-test over seeds. *Within {MARGIN} of*: two one-sided t tests, which ask whether the difference is less either way. A claim does not hold where the 95 %
-interval, without the correction, lies wholly on the other side; else it is not decided."""
+test over seeds. *Within {MARGIN} of*: two one-sided t tests, which ask whether the difference is smaller than {MARGIN} in
+both directions; five bases cannot show it where half of the interval is larger than that. A claim does not hold where
+the 95 % interval, without the correction, lies wholly on the other side; else it is not decided."""
+
+ABOUT_MEASURES = """Of pass@1 on the tiny models, of the reward on SmolLM2; after the last step. *Best measurements*: each
+run where it was best on the validation problems, as early stopping would have it."""
 
 TAPER_RULE = f"""The taper stays if for at least one loss it is above the best published neighbour on two of the three
 tasks (the paired interval above 0), and nowhere more than {MARGIN} below it (the mean). The neighbour is the one that
@@ -327,7 +397,10 @@ is best on the validation problems. The forms with prior and without taper stand
 PRIOR_RULE = f"""The prior stays if some cell of GRPO with taper is worse without it by more than {MARGIN}, with the
 whole interval."""
 
-def verdicts_page(verdicts: list[dict], taper: dict, prior: dict) -> str:
+ABOUT_RATIO_CLIP = """Written down before these runs: if a sync helps GRPO by renewing its ratio clip, plain GRPO without
+the clip gains as much, and a sync adds nothing to it."""
+
+def verdicts_page(measures: str, clip: str, verdicts: list[dict], taper: dict, prior: dict) -> str:
     columns = lambda cell, *names: [str(cell[name]) for name in names]
     near = lambda cell: [show_difference(cell), f"{cell['p_same']:.2g}"]
     rows = []
@@ -351,6 +424,12 @@ def verdicts_page(verdicts: list[dict], taper: dict, prior: dict) -> str:
         f"{len(verdicts)} verdicts.{left} {ABOUT_VERDICTS}",
         "![share of the gap between plain and online that humanline closes](gap.png)",
         markdown("| claim | loss | task | difference | seeds | p | Holm's p | verdict |", rows),
+        "## All losses by the same measures",
+        ABOUT_MEASURES,
+        measures,
+        "## GRPO without its ratio clip",
+        ABOUT_RATIO_CLIP,
+        clip,
         "## Rule 1: the taper against its best neighbour",
         TAPER_RULE,
         markdown(
@@ -366,10 +445,80 @@ def verdicts_page(verdicts: list[dict], taper: dict, prior: dict) -> str:
     ]
     return "\n\n".join(text) + "\n"
 
+# ---------- The tables of report.md -------------------------------------------------------------------------
+
+PUBLISHED = {  # forms of a published method by its name in the report; that which validation chooses stands in it
+    "better completions alone": ("better alone", "better alone, synced"),
+    "sequence mask (DeepSeek-V3.2, 2512.02556)": (
+        "mask 0.1",
+        "mask 0.1, synced",
+        "mask 0.5",
+        "mask 0.5, synced",
+    ),
+    "TOPR (2503.14286)": ("TOPR",),
+    "the chosen alone: supervised finetuning": ("chosen alone",),
+    "RPO (2404.19733)": ("RPO", "RPO, synced"),
+    "DPO-positive (2402.13228)": ("DPO-positive",),
+    "desirable completions alone": ("desirable alone", "desirable alone, synced"),
+}
+IN_REPORT = {name: (name,) for name in ("plain", NO_CLIP, HUMANLINE)} | PUBLISHED
+IN_REPORT |= {"humanline with our taper": (TAPERED,), "online": ("online",)}
+PARTS = {"grpo": RATIO_CLIP[1::2], "dpo": (), "kto": ()}  # and these, of every loss
+OF_ALL = ("sync alone", "plain"), ("clip alone", "plain"), (HUMANLINE, "sync alone")
+MEASURES = (  # what the report says of humanline: in words, the other form, and of which measurement
+    ("− plain", "plain", last),
+    ("− plain, best measurements", "plain", at_best),
+    ("− online", "online", last),
+)
+ON_TASKS = " | sums | sorting | long sums |"
+
+def measures_table(tasks: list[Tuned], cells: list[first_real.Stored]) -> str:
+    rows = []
+    for loss, (words, other, at) in itertools.product(FORMS_OF, MEASURES):
+        found = [tuned.compare(loss, HUMANLINE, other, at) for tuned in tasks]
+        ends = [map(cell.at_tuned, (HUMANLINE, other)) for cell in cells if cell.loss == loss]
+        found += [first_real.compare_runs(*pair) for pair in ends if at is last]
+        rows.append([f"{loss.upper()}, {words}", *map(show_difference, found)])
+        rows[-1] += [""] * (6 - len(rows[-1]))
+    return markdown("| humanline" + ON_TASKS + " SmolLM2, sentiment | SmolLM2, checked |", rows)
+
+def parts_table(tasks: list[Tuned]) -> str:
+    rows = []
+    for loss, more in PARTS.items():
+        for form, other in OF_ALL + more:
+            found = [show_difference(tuned.compare(loss, form, other)) for tuned in tasks]
+            rows.append([f"{loss.upper()}, {form} − {other}", *found])
+    return markdown("| difference" + ON_TASKS, rows)
+
+def methods_table(tasks: list[Tuned]) -> str:
+    rows = []
+    for loss, (method, names) in itertools.product(FORMS_OF, IN_REPORT.items()):
+        row = []
+        for tuned in tasks:
+            forms = [tuned.forms[loss, name] for name in names if (loss, name) in tuned.forms]
+            best = max(forms, key=lambda form: form.validation, default=None)
+            row.append(show(estimate(map(last, best.runs.values()))) if best else "")
+        if any(row):
+            rows.append([f"{loss.upper()}, {method}", *row])
+    return markdown("| pass@1 at the end" + ON_TASKS, rows)
+
+def fill(text: str, tables: dict[str, str]) -> str:
+    """Replace what stands between `<!-- NAME -->` and the next empty comment."""
+    for name, table in tables.items():
+        text, found = re.subn(
+            rf"(<!-- {name} -->\n\n).*?(\n\n<!-- -->)",
+            lambda m: m[1] + table + m[2],
+            text,
+            flags=re.DOTALL,
+        )
+        assert found == 1, name
+    return text
+
 # ---------- Figures -----------------------------------------------------------------------------------------
 
 COLOURS = {"plain": "#555555", HUMANLINE: "#0072B2", NEIGHBOUR: "#D55E00", "online": "#009E73"}
-REAL_COLOURS = {NO_CLIP if name == NEIGHBOUR else name: colour for name, colour in COLOURS.items()}
+REAL_COLOURS = COLOURS | {NO_CLIP: "#CC79A7"}
+del REAL_COLOURS[NEIGHBOUR]
 LIGHT_BLUE = "#56B4E9"
 LOW_RATE = 2e-4  # of the two in the figures; the other is the highest of the task's grid
 
@@ -380,38 +529,46 @@ def new_figure(height: float, rows: int, columns: int) -> tuple[Any, np.ndarray]
 def add_legend(axis: Any, place: str) -> None:
     axis.legend(loc=place, fontsize=8, framealpha=0.9, edgecolor="none")
 
+def add_common_legend(figure: Any, axis: Any) -> None:
+    """The legend of one panel, below all of them."""
+    lines, labels = axis.get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+
 def add_line(
     axis: Any, x: Iterable[float], y: Iterable[float], colour: str, label: str, **style: Any
 ) -> None:
     axis.plot(x, y, color=colour, label=label, linewidth=1.8, markersize=4, **style)
 
 def draw_curves(tuned: Tuned, path: Path) -> None:
-    """pass@1 against steps at two learning rates, a row for each loss, on the first tuning base: it has the whole
-    grid."""
-    losses, rates, first = tuned.losses, (LOW_RATE, tuned.task.rates[-1]), tuned.tuning[0]
-    figure, axes = new_figure(0.5 + 2.2 * len(losses), len(losses), 2)
+    """pass@1 against steps at two learning rates and at the setting that tuning chose for each form, a row for each
+    loss, on the first tuning base: it has the whole grid."""
+    losses, rates, first = tuned.losses, (LOW_RATE, tuned.task.rates[-1], None), tuned.tuning[0]
+    figure, axes = new_figure(0.8 + 1.9 * len(losses), len(losses), 3)
     steps = range(0, tuned.task.steps + 1, tuned.task.every)
     for (i, loss), (j, lr) in itertools.product(enumerate(losses), enumerate(rates)):
-        axis = axes[i, j]
-        at_rate = {run: outcome for run, outcome in tuned.known.items() if run.lr == lr}
-        best, lines = {}, [(f"{HUMANLINE}, k 24", HUMANLINE, 24, LIGHT_BLUE)]
+        axis, best_k = axes[i, j], ""
         for label, colour in COLOURS.items():
             name = tuned.best_neighbour(loss) if label == NEIGHBOUR else label
-            for _, k in experiments.ranked(tuned.task, loss, name, at_rate, [first])[:1]:
-                best[name] = k
-                lines.append((f"{label}, best k" if name == HUMANLINE else label, name, k, colour))
-        for label, name, k, colour in lines:
-            run = tuned.known.get(Run(tuned.name, loss, name, lr, k, first))
-            if run:
+            if lr is None:
+                form = tuned.forms.get((loss, name))
+                settings = [(form.lr, form.k)] if form else []
+            else:
+                at_rate = {run: outcome for run, outcome in tuned.known.items() if run.lr == lr}
+                settings = experiments.ranked(tuned.task, loss, name, at_rate, [first])[:1]
+            for rate, k in settings:
+                run = tuned.known[Run(tuned.name, loss, name, rate, k, first)]
                 add_line(axis, steps, run["test"], colour, label)
-        title = f"{loss.upper()}, learning rate {show_rate(lr)}"
-        axis.set_title(title + (f"; best k {best[HUMANLINE]}" if HUMANLINE in best else ""))
+                best_k = f" (k {k})" if name == HUMANLINE else best_k
+        often = tuned.known.get(Run(tuned.name, loss, HUMANLINE, lr, 24, first))
+        if often and best_k != " (k 24)":
+            add_line(axis, steps, often["test"], LIGHT_BLUE, f"{HUMANLINE}, k 24")
+        axis.set_title(f"{loss.upper()}, {show_rate(lr) if lr else 'each tuned'}{best_k}")
         axis.set(ylim=(0, 1.02), xlim=(0, steps[-1]))
     for axis in axes[-1]:
         axis.set_xlabel("steps")
     for axis in axes[:, 0]:
         axis.set_ylabel("pass@1, held out")
-    add_legend(axes[0, 0], "lower left")
+    add_common_legend(figure, axes[-1, 1])
     figure.savefig(path, dpi=150)
 
 def draw_mechanism(tuned: Tuned, path: Path) -> None:
@@ -420,15 +577,19 @@ def draw_mechanism(tuned: Tuned, path: Path) -> None:
     steps = np.arange(0, tuned.task.steps + 1, tuned.task.every)
     middles = (steps[1:] + steps[:-1]) / 2
     percent = lambda run, clip: 100 * (np.array(run[f"{clip}_low"]) + run[f"{clip}_high"])
+    grey, blue = COLOURS["plain"], COLOURS[HUMANLINE]
     for (top, bottom), lr in zip(axes.T, (LOW_RATE, tuned.task.rates[-1])):
-        at = lambda form, k: tuned.known[Run(tuned.name, "grpo", form, lr, k, tuned.tuning[0])]
-        plain, ours = at("plain", 0), at(HUMANLINE, 24)
-        grey, blue = COLOURS["plain"], COLOURS[HUMANLINE]
-        add_line(top, middles, percent(plain, "clip_fraction"), grey, "GRPO's clip, in plain GRPO")
-        add_line(top, middles, percent(ours, "clip_fraction"), blue, "GRPO's clip, in humanline, k 24")
-        add_line(top, middles, percent(ours, "clamped"), LIGHT_BLUE, "humanline's clip, in humanline, k 24")
+        at = lambda form, k: tuned.known.get(Run(tuned.name, "grpo", form, lr, k, tuned.tuning[0]))
+        plain, ours, free = at("plain", 0), at(HUMANLINE, 24), at(NO_CLIP, 0)
+        clip = "clip_fraction"
+        add_line(top, middles, percent(plain, clip), grey, "GRPO's clip, in plain GRPO")
+        add_line(top, middles, percent(ours, clip), blue, "GRPO's clip, in humanline, k 24")
+        ours_stops, label = percent(ours, "clamped"), "humanline's clip, in humanline, k 24"
+        add_line(top, middles, ours_stops, LIGHT_BLUE, label)
         add_line(bottom, steps, plain["base_kl"], grey, "plain")
         add_line(bottom, steps, ours["base_kl"], blue, "humanline, k 24")
+        if free:
+            add_line(bottom, steps, free["base_kl"], REAL_COLOURS[NO_CLIP], NO_CLIP)
         task = IN_FIGURES[tuned.name]
         top.set(title=f"GRPO on {task}, learning rate {show_rate(lr)}", ylim=(0, 28))
         bottom.set(xlabel="steps", ylim=(0, 8))
@@ -436,7 +597,7 @@ def draw_mechanism(tuned: Tuned, path: Path) -> None:
             axis.set_xlim(0, steps[-1])
             add_legend(axis, "upper left")
     axes[0, 0].set_ylabel("tokens stopped, %")
-    axes[1, 0].set_ylabel("KL, nats a completion")
+    axes[1, 0].set_ylabel("KL to the base, nats")
     figure.savefig(path, dpi=150)
 
 def first_base() -> dict[tuple[str, str], dict]:
@@ -451,23 +612,27 @@ def first_base() -> dict[tuple[str, str], dict]:
     return found
 
 def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
-    """The share of the gap between plain and online that humanline closes, and the best published neighbour; on SmolLM2
-    plain GRPO without its ratio clip."""
+    """The share of the gap between plain and online that humanline closes, and what else closes it."""
     has_no_gap = lambda row: shares[row][HUMANLINE] is None
     rows = sorted(shares, key=lambda row: (has_no_gap(row), list(FORMS_OF).index(row[0])))
     first = sum(not has_no_gap(row) for row in rows) - 0.5
-    figure, axes = new_figure(1.1 + 0.27 * len(rows), 1, 1)
+    figure, axes = new_figure(1.3 + 0.36 * len(rows), 1, 1)
     axis, low, high = axes[0, 0], -1.0, 1.6
-    for name, offset in (HUMANLINE, -0.13), (NEIGHBOUR, 0.13):
-        found = [(i + offset, shares[row].get(name)) for i, row in enumerate(rows)]
-        found = [(y, *np.clip(share, low, high)) for y, share in found if share]
+    series = (HUMANLINE, "humanline", -0.3), (NO_CLIP, "plain GRPO without its ratio clip", 0.0)
+    for name, label, offset in *series, (NEIGHBOUR, "best neighbour", 0.3):
+        colour = (COLOURS | REAL_COLOURS)[name]
+        found = [
+            (i + offset, *shares[row][name]) for i, row in enumerate(rows) if shares[row].get(name)
+        ]
         y, middle, start, end = np.array(found).T
-        label = f"{name} (SmolLM2: {NO_CLIP})" if name == NEIGHBOUR else name
-        axis.hlines(y, start, end, color=COLOURS[name], linewidth=1.8)
-        add_line(axis, middle, y, COLOURS[name], label, marker="o", linestyle="")
-        for edge, at, mark in (low, start, "<"), (high, end, ">"):  # the interval goes on
-            cut = at == edge
-            axis.plot(at[cut], y[cut], mark, color=COLOURS[name], markersize=6, clip_on=False)
+        axis.hlines(y, start.clip(low), end.clip(max=high), color=colour, linewidth=1.8)
+        add_line(axis, middle.clip(low, high), y, colour, label, marker="o", linestyle="")
+        for edge, ends, mark, side in (low, start, "<", "left"), (high, end, ">", "right"):
+            for at, where in zip(ends, y):  # the interval goes on
+                if (at - edge) * (edge - 0.3) > 0:
+                    axis.plot(edge, where, mark, color=colour, markersize=6, clip_on=False)
+                    place = dict(ha=side, va="bottom", fontsize=7, color=colour)
+                    axis.text(edge + math.copysign(0.03, 0.3 - edge), where, f"{at:.1f}", **place)
     axis.axhspan(first, len(rows) - 0.5, color="#EEEEEE", zorder=0)
     text = "no sure gap: the interval of online less plain includes 0"
     axis.text(0.3, (first + len(rows)) / 2, text, ha="center", va="center")
@@ -479,7 +644,7 @@ def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
     axis.set_xlabel(
         "share of the gap between plain (0) and online (1) that is closed; 95 % intervals"
     )
-    add_legend(axis, "upper left")
+    add_common_legend(figure, axis)
     figure.savefig(path, dpi=150)
 
 def draw_real(cells: list[first_real.Stored], path: Path) -> None:
@@ -500,18 +665,21 @@ def draw_real(cells: list[first_real.Stored], path: Path) -> None:
                 ]
             )
             for seed in points:
-                axis.plot(*seed.T, color=colour, linewidth=0.6, alpha=0.5)
+                axis.plot(*seed.T, ".-", color=colour, linewidth=0.6, markersize=3, alpha=0.5)
             add_line(axis, *points.mean(0).T, colour, name, marker="o")
             if name == HUMANLINE:
                 farthest = max(farthest, points[..., 0].max())
             ends.append((*points[:, -1].mean(0), name, colour))
         axis.set(title=f"SmolLM2, GRPO, {cell.task}", ylim=(0, 1.03), xlim=(-0.3, 1.2 * farthest))
         axis.set_xlabel("KL to the base, nats a completion")
-        gone = [(reward, f"{name} ends at {kl:.0f} nats →", colour) for kl, reward, name, colour in ends
-                if kl > 1.2 * farthest]
+        gone = [
+            (reward, f"{name} ends at {kl:.0f} nats →", colour)
+            for kl, reward, name, colour in ends
+            if kl > 1.2 * farthest
+        ]
         for i, (_, words, colour) in enumerate(sorted(gone)):
             place = dict(ha="right", va="center", transform=axis.transAxes)
-            axis.text(0.98, 0.5 + 0.08 * i, words, color=colour, fontsize=8, **place)
+            axis.text(0.98, 0.36 + 0.07 * i, words, color=colour, fontsize=8, **place)
         add_legend(axis, "lower right")
     axes[0, 0].set_ylabel("held-out reward")
     figure.savefig(path, dpi=150)
@@ -545,7 +713,13 @@ class Everything:
         texts["real.md"] = first_real.page(self.cells, list(self.smollm2.values()))
         for task, compared in self.compared.items():
             texts[f"real-{task}.md"] = decide.page(task, compared, self.decisions[task])
-        texts["verdicts.md"] = verdicts_page(self.verdicts, self.taper, self.prior)
+        measures = measures_table(self.tasks, self.cells)
+        clip = ratio_clip(self.tasks)
+        texts["verdicts.md"] = verdicts_page(measures, clip, self.verdicts, self.taper, self.prior)
+        tables = dict(
+            measures=measures, parts=parts_table(self.tasks), methods=methods_table(self.tasks)
+        )
+        texts["report.md"] = fill((HERE / "report.md").read_text(encoding="utf-8"), tables)
         facts = dict(
             runs={tuned.name: len(tuned.known) for tuned in self.tasks},
             tests={tuned.name: tuned.tests for tuned in self.tasks},
@@ -568,15 +742,16 @@ class Everything:
         """By loss and task, the share of the gap that forms close, of every experiment that compares them."""
         found = {}
         for (task, loss), forms in self.smollm2.items():
-            shares = {HUMANLINE: forms[HUMANLINE]["share_of_gap"]}
-            if NO_CLIP in forms:
-                shares[NEIGHBOUR] = forms[NO_CLIP]["share_of_gap"]
-            found[loss, f"SmolLM2 {task}"] = shares
+            names = (name for name in (HUMANLINE, NO_CLIP) if name in forms)
+            found[loss, f"SmolLM2 {task}"] = {name: forms[name]["share_of_gap"] for name in names}
         for tuned, loss in itertools.product(self.tasks, FORMS_OF):
             if (loss, HUMANLINE) in tuned.forms:
-                names = {HUMANLINE: HUMANLINE, NEIGHBOUR: tuned.best_neighbour(loss)}
+                names = {name: name for name in (HUMANLINE, NO_CLIP)}
+                names[NEIGHBOUR] = tuned.best_neighbour(loss)
                 found[loss, IN_FIGURES[tuned.name]] = {
-                    label: tuned.share(loss, name) for label, name in names.items()
+                    label: tuned.share(loss, name)
+                    for label, name in names.items()
+                    if (loss, name) in tuned.forms
                 }
         return found | first_base()
 
