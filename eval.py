@@ -389,7 +389,7 @@ def load(spec: str, config: Config, rewarded: bool = True) -> Sampler:
     config = dataclasses.replace(config, **training_only, sample_every=1, reward=reward)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy, tokenizer = humanline.load_policy(config, device)
-    sampler = Sampler(policy.requires_grad_(False), tokenizer, config)
+    sampler = Sampler(policy, tokenizer, config)
     sampler.name = spec
     if not rewarded:
         sampler.reward = None
