@@ -466,9 +466,9 @@ IN_REPORT |= {"humanline with our taper": (TAPERED,), "online": ("online",)}
 PARTS = {"grpo": RATIO_CLIP[1::2], "dpo": (), "kto": ()}  # and these, of every loss
 OF_ALL = ("sync alone", "plain"), ("clip alone", "plain"), (HUMANLINE, "sync alone")
 MEASURES = (  # what the report says of humanline: in words, the other form, and of which measurement
-    ("− plain", "plain", last),
-    ("− plain, best measurements", "plain", at_best),
-    ("− online", "online", last),
+    ("humanline − plain", "plain", last),
+    ("humanline − plain, best measurements", "plain", at_best),
+    ("humanline − online", "online", last),
 )
 ON_TASKS = " | sums | sorting | long sums |"
 
@@ -480,7 +480,7 @@ def measures_table(tasks: list[Tuned], cells: list[first_real.Stored]) -> str:
         found += [first_real.compare_runs(*pair) for pair in ends if at is last]
         rows.append([f"{loss.upper()}, {words}", *map(show_difference, found)])
         rows[-1] += [""] * (6 - len(rows[-1]))
-    return markdown("| humanline" + ON_TASKS + " SmolLM2, sentiment | SmolLM2, checked |", rows)
+    return markdown("| difference" + ON_TASKS + " SmolLM2, sentiment | SmolLM2, checked |", rows)
 
 def parts_table(tasks: list[Tuned]) -> str:
     rows = []
