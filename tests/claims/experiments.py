@@ -1,6 +1,6 @@
 """Every form of every loss, tuned by one rule and then compared: the list of runs, and what runs them.
 
-  python tests/claims/experiments.py two-digits five-sorted six-digits      # some nine hours of two cores
+  python tests/claims/experiments.py two-digits five-sorted six-digits      # some eleven hours of two cores
   python tests/claims/experiments.py two-digits --dry                       # only count the runs that are missing
 
 Interrupt it whenever you like: each run is a line of results/tuned-TASK.jsonl, and is not trained again.
