@@ -413,7 +413,7 @@ def test_a_form_that_ends_below_its_base_is_tried_at_lower_rates_with_every_k():
 def test_the_compared_forms_share_their_rates_which_go_on_while_one_is_best_at_an_edge():
     task, known, waves = TASKS["six-digits"], {}, []
     best = dict.fromkeys(experiments.COMPARED, 2e-4) | {"sync alone": 2.5e-5, "online": 8e-4}
-    while wave := experiments.Plan(task, "kto", known, [101, 102], [1, 2]).compared():
+    while wave := experiments.Plan(task, "kto", known, [101, 102], [1, 2]).sharing(experiments.COMPARED):
         waves.append(wave)
         for run in wave:
             end = 0.9 - 0.05 * abs(math.log2(run.lr / best[run.form])) - 0.001 * abs(run.k - 8)
@@ -427,7 +427,7 @@ def test_the_compared_forms_share_their_rates_which_go_on_while_one_is_best_at_a
         assert {(run.lr, run.k) for run in of_form if run.seed < 100} == {(best[form], ks[0])}
     assert not any(run.seed < 100 for wave in waves[:-1] for run in wave) and len(waves[-1]) == 10
     known = {run: dict(validation=[0.65, 0.1]) for run in known}
-    while wave := experiments.Plan(task, "kto", known, [101, 102], []).compared():
+    while wave := experiments.Plan(task, "kto", known, [101, 102], []).sharing(experiments.COMPARED):
         known |= {run: dict(validation=[0.65, 0.1]) for run in wave}
     assert min(run.lr for run in known) == 1e-4 / 2**experiments.FURTHER
 

@@ -16,7 +16,7 @@ bases 1, 2, ... (the first five that learned), on the other half.
 Amended when the first results were known, because each form had then been tried at rates of its own. The five forms that
 the verdicts compare share their rates: while the best setting of any of them has the lowest or the highest rate that the
 five share, or ends below its own base, half that lowest or twice that highest rate is added to those of all five, up to
-five times on either side. Another form whose best setting ends below its own base gets half the lowest rate of the grid
+five times on either side. So do the two forms without GRPO's ratio clip. Another form whose best setting ends below its own base gets half the lowest rate of the grid
 with every k on both bases, and half of that, up to four times, until it ends above.
 """
 
@@ -130,9 +130,11 @@ NEIGHBOURS = {  # published ones
 }
 FORMS_OF = {loss: FORMS | NEIGHBOURS[loss] for loss in NEIGHBOURS}
 FORMS_OF["grpo"] = FORMS | GRPO_FORMS | NEIGHBOURS["grpo"]
+SHARING = {loss: [COMPARED] for loss in FORMS_OF}  # groups of forms that share their rates
+SHARING["grpo"] = [COMPARED, ("plain, no ratio clip", "sync alone, no ratio clip")]
 TUNING_BASES, TEST_BASES = 2, 5
 SECOND_BASE = 5  # settings of a form that are run on the second tuning base
-FURTHER = 5  # rates on either side of the grid, for the compared forms
+FURTHER = 5  # rates on either side of the grid, for forms that share them
 HALVINGS = 4  # of the lowest rate, for other forms that end below their base
 
 @dataclass(frozen=True)
@@ -168,22 +170,22 @@ class Plan:
     tuning: list[int]  # bases
     test: list[int]
 
-    def compared(self) -> list[Run]:
-        """The runs that come next of the forms that the verdicts compare."""
+    def sharing(self, forms: tuple[str, ...]) -> list[Run]:
+        """The runs that come next of forms that share their rates."""
         rates = list(self.task.rates)
         while True:
             ks = self.task.ks + self.task.more_ks
-            wave = [run for form in COMPARED for run in self.over_grid(form, rates, ks)]
+            wave = [run for form in forms for run in self.over_grid(form, rates, ks)]
             if wave:
                 return wave
-            best_rates = [self.best(form)[0] for form in COMPARED]
-            is_low = min(best_rates) <= rates[0] or any(map(self.ends_below_its_base, COMPARED))
+            best_rates = [self.best(form)[0] for form in forms]
+            is_low = min(best_rates) <= rates[0] or any(map(self.ends_below_its_base, forms))
             if is_low and rates[0] > self.task.rates[0] / 2**FURTHER:
                 rates.insert(0, rates[0] / 2)
             elif max(best_rates) >= rates[-1] and rates[-1] < self.task.rates[-1] * 2**FURTHER:
                 rates.append(rates[-1] * 2)
             else:
-                return [run for form in COMPARED for run in self.tests(form)]
+                return [run for form in forms for run in self.tests(form)]
 
     def other(self, form: str) -> list[Run]:
         """The runs of another form that come next."""
@@ -235,9 +237,10 @@ def plan(task: Task, known: dict[Run, dict], seeds: tuple[list[int], list[int]])
     runs = []
     for loss, forms in FORMS_OF.items():
         of_loss = Plan(task, loss, known, *seeds)
-        runs += of_loss.compared()
+        for group in SHARING[loss]:
+            runs += of_loss.sharing(group)
         for form in forms:
-            if form not in COMPARED:
+            if not any(form in group for group in SHARING[loss]):
                 runs += of_loss.other(form)
     return runs
 
