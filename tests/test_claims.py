@@ -556,6 +556,11 @@ def test_what_the_texts_say_of_rates_and_syncs_holds(everything):
         assert tuned.known[twice]["test"][-1] < tuned.known[dataclasses.replace(twice, lr=lr)]["test"][-1] - 0.05
         gains = [tuned.compare("grpo", *pair, reproduce.at_best)["mean"] for pair in reproduce.RATIO_CLIP]
         assert min(gains[:2]) > 0 and gains[2] > -0.01 and gains[3] < 0
+    fallen = {form: reproduce.collapsed(list(long_sums.forms["grpo", form].runs.values()), "test")[1]
+              for form in (HUMANLINE, NO_CLIP, reproduce.SYNCED_NO_CLIP)}
+    assert list(fallen.values()) == [0, 1, 4]
+    nats = {form: reproduce.show_mean(long_sums.facts("grpo")[form]["kl"], 2) for form in fallen}
+    assert (nats[HUMANLINE], nats[NO_CLIP]) == ("0.54", "1.80")
     [sentiment] = [cell for cell in everything.cells if (cell.task, cell.loss) == ("sentiment", "grpo")]
     nats = {name: np.mean([run["kl 64"] for run in sentiment.at_tuned(name).values()])
             for name in ("online", NO_CLIP, HUMANLINE)}

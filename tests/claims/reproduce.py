@@ -497,7 +497,8 @@ def methods_table(tasks: list[Tuned]) -> str:
         for tuned in tasks:
             forms = [tuned.forms[loss, name] for name in names if (loss, name) in tuned.forms]
             best = max(forms, key=lambda form: form.validation, default=None)
-            row.append(show(estimate(map(last, best.runs.values()))) if best else "")
+            words = f", k {best.k}" if best and best.k else ""
+            row.append(show(estimate(map(last, best.runs.values()))) + words if best else "")
         if any(row):
             rows.append([f"{loss.upper()}, {method}", *row])
     return markdown("| pass@1 at the end" + ON_TASKS, rows)
@@ -572,26 +573,28 @@ def draw_curves(tuned: Tuned, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 def draw_mechanism(tuned: Tuned, path: Path) -> None:
-    """What both clips stop, and the distance from the base, of GRPO at two learning rates on the first tuning base."""
+    """What both clips stop, and the distance from the base, of GRPO on the first tuning base: at the setting that tuning
+    chose for humanline, and at the highest rate of the grid with k 24."""
     figure, axes = new_figure(5.2, 2, 2)
     steps = np.arange(0, tuned.task.steps + 1, tuned.task.every)
     middles = (steps[1:] + steps[:-1]) / 2
     percent = lambda run, clip: 100 * (np.array(run[f"{clip}_low"]) + run[f"{clip}_high"])
-    grey, blue = COLOURS["plain"], COLOURS[HUMANLINE]
-    for (top, bottom), lr in zip(axes.T, (LOW_RATE, tuned.task.rates[-1])):
-        at = lambda form, k: tuned.known.get(Run(tuned.name, "grpo", form, lr, k, tuned.tuning[0]))
-        plain, ours, free = at("plain", 0), at(HUMANLINE, 24), at(NO_CLIP, 0)
-        clip = "clip_fraction"
-        add_line(top, middles, percent(plain, clip), grey, "GRPO's clip, in plain GRPO")
-        add_line(top, middles, percent(ours, clip), blue, "GRPO's clip, in humanline, k 24")
-        ours_stops, label = percent(ours, "clamped"), "humanline's clip, in humanline, k 24"
-        add_line(top, middles, ours_stops, LIGHT_BLUE, label)
-        add_line(bottom, steps, plain["base_kl"], grey, "plain")
-        add_line(bottom, steps, ours["base_kl"], blue, "humanline, k 24")
-        if free:
-            add_line(bottom, steps, free["base_kl"], REAL_COLOURS[NO_CLIP], NO_CLIP)
+    chosen = tuned.forms["grpo", HUMANLINE]
+    for (top, bottom), (lr, k) in zip(axes.T, ((chosen.lr, chosen.k), (tuned.task.rates[-1], 24))):
+        lines = ("plain", 0), (HUMANLINE, k), (NO_CLIP, 0)
+        runs = {
+            form: tuned.known[Run(tuned.name, "grpo", form, lr, k, tuned.tuning[0])]
+            for form, k in lines
+        }
+        for name in "plain", HUMANLINE:
+            stopped = percent(runs[name], "clip_fraction")
+            add_line(top, middles, stopped, COLOURS[name], f"GRPO's clip, in {name}")
+        stopped = percent(runs[HUMANLINE], "clamped")
+        add_line(top, middles, stopped, LIGHT_BLUE, "humanline's clip, in humanline")
+        for name, run in runs.items():
+            add_line(bottom, steps, run["base_kl"], (COLOURS | REAL_COLOURS)[name], name)
         task = IN_FIGURES[tuned.name]
-        top.set(title=f"GRPO on {task}, learning rate {show_rate(lr)}", ylim=(0, 28))
+        top.set(title=f"GRPO on {task}, {show_settings(lr, k)}", ylim=(0, 28))
         bottom.set(xlabel="steps", ylim=(0, 8))
         for axis in top, bottom:
             axis.set_xlim(0, steps[-1])
@@ -633,6 +636,8 @@ def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
                     axis.plot(edge, where, mark, color=colour, markersize=6, clip_on=False)
                     place = dict(ha=side, va="bottom", fontsize=7, color=colour)
                     axis.text(edge + math.copysign(0.03, 0.3 - edge), where, f"{at:.1f}", **place)
+    for i in range(0, math.ceil(first), 2):
+        axis.axhspan(i - 0.5, i + 0.5, color="#F7F7F7", zorder=0)
     axis.axhspan(first, len(rows) - 0.5, color="#EEEEEE", zorder=0)
     text = "no sure gap: the interval of online less plain includes 0"
     axis.text(0.3, (first + len(rows)) / 2, text, ha="center", va="center")
