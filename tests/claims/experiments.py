@@ -16,8 +16,9 @@ bases 1, 2, ... (the first five that learned), on the other half.
 Amended when the first results were known, because each form had then been tried at rates of its own. The five forms that
 the verdicts compare share their rates: while the best setting of any of them has the lowest or the highest rate that the
 five share, or ends below its own base, half that lowest or twice that highest rate is added to those of all five, up to
-five times on either side. So do the two forms without GRPO's ratio clip. Another form whose best setting ends below its own base gets half the lowest rate of the grid
-with every k on both bases, and half of that, up to four times, until it ends above.
+five times on either side. So do the two forms without GRPO's ratio clip. Another form whose best setting ends below its
+own base gets half the lowest rate of the grid with every k on both bases, and half of that, up to four times, until it
+ends above.
 """
 
 import argparse
@@ -61,9 +62,7 @@ class Task:
     batch_size: dict[str, int]
     rates: tuple[float, ...]
     ks: tuple[int, ...]
-    more_ks: tuple[
-        int, ...
-    ] = ()  # for the forms that the verdicts compare, added with the amendment
+    more_ks: tuple[int, ...] = ()  # for forms that share their rates
 
 RATES = 5e-5, 1e-4, 2e-4, 4e-4, 8e-4
 DEMO_SIZES = dict(grpo=32, dpo=32, kto=128)  # groups of 8, pairs, completions
