@@ -1943,6 +1943,7 @@ class FunctionProcess:
         return values
 
     def stop(self) -> None:
+        self.queue = self.pool._call_queue  # or its thread frees its locks while Python exits: loky warns
         self.pool.shutdown(kill_workers=True)
         self.pool = None
 
