@@ -2008,7 +2008,7 @@ class Reference:
 def attach_logps(name: Literal["ref_logps", "old_logps"], policy: Module, batches: Iterable[Batch],
                  config: Config) -> None:
     """Attach the log-probs of the current policy to the sequences of these batches."""
-    for batch in batches:
+    for batch in tqdm(batches, "scoring", leave=False, delay=1, disable=RANK > 0 or None):
         for sequences in (batch.sequences, batch.mismatched):
             active = [sequence for sequence in sequences if not sequence.is_idle]
             for sequence, logps in zip(active, sequence_logps(policy, active, config)):
