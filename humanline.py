@@ -136,9 +136,8 @@ class Config:
     humanline: bool = True  # Use syncing and perception. --no-humanline turns both off.
     sync_k: int = 24
     """Set the reference to the policy every k steps; 0: never. Tune it together with --lr: offline on tiny
-    models, 24 or 128 was best for GRPO and 128 for DPO and KTO; with 8 or less, runs often collapsed, and
-    on completions of 40 tokens DPO and KTO also did with 24. The paper recommends 12 to 24 for mathematics,
-    where 1 collapsed; its authors use 1 for instructions."""
+    models, in 128 to 256 steps, 24 to 128 was best; with 8 or less, runs often collapsed. The paper
+    recommends 12 to 24 for mathematics, where 1 collapsed; its authors use 1 for instructions."""
     perception: Literal["clip", "sample", "none"] = "clip"  # What is done to log-ratios before the loss.
     log_eps_p: float = -1.5  # Lower bound of the clip, in nats.
     log_eps_r: float = 1.5  # Upper bound of the clip, in nats.
@@ -148,7 +147,7 @@ class Config:
     beta_r: float = 1.0  # See --gamma-r.
 
     # Not in the paper: against collapse on off-policy data (other models' completions, or old rollouts),
-    # where each sync allows worse completions to be pushed down further, without limit.
+    # where worse completions can be pushed down without limit; each sync renews GRPO's ratio clip.
     positive_only: bool = False
     """Train only on better completions. GRPO: those with a positive advantage (RAFT++, Xiong et al. 2025);
     KTO: desirable ones; the others count as 0 in the mean. DPO: supervised finetuning on the chosen
@@ -291,7 +290,7 @@ def humanline_verdicts(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, ga
     Args:
         log_ratio: (N, T) token log-ratios d, in nats.
         mask: (N, T), true or 1 at completion tokens.
-        generator: random number generator; None uses torch's global one.
+        generator: random number generator on the CPU; None uses torch's global one.
 
     Returns (N, T) int8: -1 rejects a token as too unlikely, 1 rejects it as too likely, 0 keeps it.
     """
@@ -325,7 +324,7 @@ def dpo_loss(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, beta: float =
     """
     return -F.logsigmoid(beta * (chosen_log_ratio.sum(-1) - rejected_log_ratio.sum(-1)))
 
-def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: float = 0.1,
+def kto_loss(log_ratio: Tensor, desirable: Tensor, z0: Tensor | float, beta: float = 0.1,
              weights: Tensor | float = 1.0) -> Tensor:
     """λ_D (1 - σ(β (Σ_t d̃_t - z₀))) if desirable, else λ_U (1 - σ(β (z₀ - Σ_t d̃_t))): (N,) losses
     (Ethayarajh et al. 2024, eq. 8).
@@ -333,10 +332,10 @@ def kto_loss(log_ratio: Tensor, desirable: Tensor, kl: Tensor | float, beta: flo
     Args:
         log_ratio: (N, T) token log-ratios in nats, zero at masked positions.
         desirable: (N,) booleans.
-        kl: z₀ >= 0, the reference point, in nats: one number for the whole batch, without a gradient.
+        z0: z₀ >= 0, the reference point, in nats: one number for the whole batch, without a gradient.
         weights: λ_D of desirable examples and λ_U of the others: (N,), or one number for all.
     """
-    gain = beta * (log_ratio.sum(-1) - kl)
+    gain = beta * (log_ratio.sum(-1) - z0)
     # 1 - σ(x) = σ(-x), which stays precise when σ(x) is close to 1.
     return weights * torch.sigmoid(torch.where(desirable, -gain, gain))
 
@@ -357,7 +356,7 @@ def group_advantages(rewards: Tensor, eps: float = 0.01, scale: bool = True) -> 
         return centred
     return centred / (rewards.std(-1, correction=0, keepdim=True) + eps)
 
-def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor, epsilon: float = 0.2,
+def grpo_loss(log_ratio: Tensor | None, perceived_log_ratio: Tensor, advantages: Tensor, epsilon: float = 0.2,
               kl_beta: float = 0.0, epsilon_high: float | None = None) -> Tensor:
     """-min(A r_t, A clip(r_t, 1-ε, 1+ε)) + β_KL (exp(-d_t) + d_t - 1), where r_t = exp(d̃_t).
 
@@ -367,7 +366,7 @@ def grpo_loss(log_ratio: Tensor, perceived_log_ratio: Tensor, advantages: Tensor
     elsewhere, copy `token_kl` as well.
 
     Args:
-        log_ratio: (N, T) raw token log-ratios d to the reference, in nats.
+        log_ratio: (N, T) raw token log-ratios d to the reference, in nats; only needed for kl_beta > 0.
         perceived_log_ratio: (N, T) token log-ratios d̃ after perception.
         advantages: (N,).
         epsilon_high: the upper bound is 1 + ε_high (Yu et al. 2025, DAPO, eq. 8); None: ε.
@@ -436,7 +435,7 @@ class Microbatch:
     verdicts: Tensor | None  # (N, T) of --perception sample
     step: int = 0  # the optimizer step, from 1
     z0: Tensor | None = None  # () the reference point of KTO
-    share: float = 1.0  # 0: a copy of another microbatch, computed only to keep pace with other ranks
+    counts: bool = True  # False: a copy of another microbatch, computed only to keep pace with other ranks
 
     # Computed in the step, in this order.
     logps: Tensor | None = None  # (N, T) log π_θ
@@ -629,11 +628,11 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         if x.log_ratio is not None:
             x.perceived, x.is_low, x.is_high = perceive(x.log_ratio, x, config)
         losses = loss.compute(x, config)
-        mean_loss = x.share * share_of_mean(losses, x, batch, config)
+        contribution = x.counts * share_of_mean(losses, x, batch, config)
         scale = WORLD_SIZE if config.shard else 1  # FSDP averages over ranks
-        (mean_loss * scale).backward()
-        if x.share:
-            total_loss += mean_loss.detach()
+        (contribution * scale).backward()
+        if x.counts:
+            total_loss += contribution.detach()
             add_metrics(totals, x, config)
 
     # Sum over all ranks. Every parameter needs a gradient, even if this rank had no microbatch.
@@ -688,13 +687,15 @@ def take_log_ratios(x: Microbatch, config: Config) -> None:
         x.log_ratio = x.logps - old_logps
 
 def perceive(log_ratio: Tensor, x: Microbatch, config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply perception to the log-ratios of tokens, (N, T), or of sequences, (N, 1). Returns d̃ and two
-    boolean tensors of the same shape, where the gradient stops because d is too low and too high."""
+    """Apply perception to (N, T) log-ratios. Returns d̃ and two boolean tensors of the same shape, where the
+    gradient stops because the log-ratio is too low and too high."""
     if config.perception == "clip":
         low = config.log_eps_p
         high = config.log_eps_r
         return humanline_clip(log_ratio, low, high), log_ratio < low, log_ratio > high
-    verdicts = torch.zeros_like(log_ratio) if x.verdicts is None else x.verdicts  # z₀'s sequences have none
+    verdicts = x.verdicts
+    if verdicts is None:  # --perception none, or the sequences of z₀
+        verdicts = torch.zeros_like(log_ratio)
     perceived = torch.where(verdicts != 0, log_ratio.detach(), log_ratio)
     return perceived, verdicts < 0, verdicts > 0
 
@@ -2024,7 +2025,7 @@ def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) ->
     for x in microbatches(policy, sequences, config):
         with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
             logps = log_probs(policy, x.packed, config.logits_temperature)
-        if x.share:
+        if x.counts:
             for sequence, values in zip(itertools.chain(*x.packed), logps):
                 parts[id(sequence)] = values[: len(sequence.completion)]
     if not parts:
@@ -2037,7 +2038,7 @@ def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) ->
 
 def microbatches(policy: Module, sequences: list[Sequence], config: Config) -> list[Microbatch]:
     """This rank's share of the sequences in microbatches of at most --microbatch-tokens. With FSDP, all ranks
-    need equally many: a rank with fewer repeats one of them with a share of 0."""
+    need equally many: a rank with fewer repeats one of them, which does not count."""
     if not sequences:
         return []
     cuts = cut(sequences, config)
@@ -2047,7 +2048,7 @@ def microbatches(policy: Module, sequences: list[Sequence], config: Config) -> l
         mine = mine + [cuts[0][-1]] * (max(map(len, cuts)) - count)
     made = [make_microbatch(packed, policy.device) for packed in mine]
     for x in made[count:]:
-        x.share = 0.0
+        x.counts = False
     return made
 
 def make_microbatch(packed: list[Packed], device: torch.device) -> Microbatch:

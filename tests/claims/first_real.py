@@ -140,11 +140,15 @@ def steps_of(runs: list[dict]) -> list[int]:
     """The steps at which all these runs were measured."""
     return [step for step in range(STEPS[-1] + 1) if all(f"kl {step}" in run for run in runs)]
 
+def path_of(run: dict, steps: list[int]) -> np.ndarray:
+    """The KL to the base and the reward of a run after each of these steps but the first, which is before training."""
+    return np.array([(run[f"kl {step}"], run[f"reward {step}"]) for step in steps[1:]])
+
 def reward_at(run: dict, kl: float) -> float:
     """The reward of a run where it had come `kl` nats away from its base. Between measurements what it lacks to 1, the
     best reward, is taken to shrink by the same factor for each nat: a reward levels off. NaN where it was farther away
     at its first measurement, or never came so far."""
-    points = [(run[f"kl {step}"], run[f"reward {step}"]) for step in steps_of([run])[1:]]
+    points = path_of(run, steps_of([run]))
     for (near, low), (far, high) in itertools.pairwise(points):
         if near <= kl <= far:
             part = (kl - near) / max(far - near, 1e-9)

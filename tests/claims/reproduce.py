@@ -639,7 +639,7 @@ def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
     for i in range(0, math.ceil(first), 2):
         axis.axhspan(i - 0.5, i + 0.5, color="#F7F7F7", zorder=0)
     axis.axhspan(first, len(rows) - 0.5, color="#EEEEEE", zorder=0)
-    text = "no sure gap: the interval of online less plain includes 0"
+    text = "no clear gap: the interval of online less plain includes 0"
     axis.text(0.3, (first + len(rows)) / 2, text, ha="center", va="center")
     axis.vlines([0, 1], -0.5, first, color="#999999", linewidth=1)
     names = [f"{loss.upper()}, {task}" for loss, task in rows]
@@ -653,24 +653,17 @@ def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 def draw_real(cells: list[first_real.Stored], path: Path) -> None:
-    """Reward against KL to the base, GRPO: a thin line for each seed, a thick one for their mean, and where those end
-    that leave the figure."""
+    """Reward against KL to the base, GRPO: a thin line for each seed, a thick one for their mean where all were
+    measured, and where those end that leave the figure."""
     figure, axes = new_figure(3.4, 1, 2)
     for axis, cell in zip(axes[0], cells):
         farthest, ends = 0.0, []
         for name, colour in REAL_COLOURS.items():
             runs = list(cell.at_tuned(name).values())
-            points = np.array(
-                [
-                    [
-                        (run[f"kl {step}"], run[f"reward {step}"])
-                        for step in first_real.steps_of(runs)
-                    ]
-                    for run in runs
-                ]
-            )
-            for seed in points:
-                axis.plot(*seed.T, ".-", color=colour, linewidth=0.6, markersize=3, alpha=0.5)
+            for run in runs:
+                points = first_real.path_of(run, first_real.steps_of([run]))
+                axis.plot(*points.T, ".-", color=colour, linewidth=0.6, markersize=3, alpha=0.5)
+            points = np.array([first_real.path_of(run, first_real.steps_of(runs)) for run in runs])
             add_line(axis, *points.mean(0).T, colour, name, marker="o")
             if name == HUMANLINE:
                 farthest = max(farthest, points[..., 0].max())
