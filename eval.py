@@ -17,6 +17,7 @@ correlated.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -425,6 +426,12 @@ def draw(
     command."""
     return sampler.draw_rollouts(prompts, rows, samples, 10**8 * (1 + stream), greedy)
 
+def with_room(config: Config, max_new_tokens: int) -> Config:
+    """A loaded model's config for completions of other lengths."""
+    config = copy.copy(config)  # dataclasses.replace would forget what loading found out, such as is_mixed
+    config.max_new_tokens = max_new_tokens
+    return config
+
 def completions_of(sampler: Sampler, group: Group) -> list[dict]:
     """The completions of a sampled group as text, with reward and length."""
     texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
@@ -437,6 +444,7 @@ def completions_of(sampler: Sampler, group: Group) -> list[dict]:
 def token_logps(sampler: Sampler, groups: list[Group]) -> PerToken:
     """log π(y_t | x, y_<t), in nats, of every completion token, computed as in training."""
     config = Config(loss="grpo", microbatch_tokens=sampler.config.microbatch_tokens)  # one sequence per row
+    config.is_mixed = sampler.config.is_mixed
     sequences = [humanline.Sequence(group.prompt, ids) for group in groups for ids in group.completions]
     logps = iter(humanline.sequence_logps(sampler.policy, sequences, config))
     return [[next(logps).double().numpy() for _ in group.completions] for group in groups]
@@ -728,9 +736,7 @@ class Speaker:
                 "repeat the message, or shorten it]"
             )
             return
-        config = dataclasses.replace(
-            sampler.config, max_new_tokens=min(sampler.config.max_new_tokens, room)
-        )
+        config = with_room(sampler.config, min(sampler.config.max_new_tokens, room))
         self.answer_text = ""
         try:
             ((completion, _),) = humanline.sample(
@@ -1015,7 +1021,7 @@ def data_quality(flags: DataQuality) -> None:
         logps = token_logps(model, groups)
         longest = max(len(ids) for group in groups for ids in group.completions)
         room = min(config.max_new_tokens, longest)
-        model.config = dataclasses.replace(model.config, max_new_tokens=room)
+        model.config = with_room(model.config, room)
         prompts = [group for group in groups if len(group.prompt) + room <= model.max_positions][: flags.own]
         own_logps = token_logps(model, draw(model, prompts, rows, 1, stream)) if prompts else []
         source = Source(name, groups, logps, own_logps)
@@ -1099,7 +1105,8 @@ def perception(flags: Perception) -> None:
         f"--ref {ref_name}: its vocabulary differs from that of {flags.model}, so there is no log-ratio "
         "between them; pass a model with the same tokenizer",
     )
-    groups = encode(policy, rows, offline=True)
+    leave_room = {group.row for group in encode(policy, rows, offline=False)}
+    groups = [group for group in encode(policy, rows, offline=True) if group.row in leave_room]
     sampled_groups = draw(policy, groups, rows, flags.samples, 0)
 
     def log_ratios(groups: list[Group]) -> PerToken:

@@ -839,6 +839,8 @@ class Run:
         first = 1
         if self.checkpoint:
             first += load_checkpoint(self.checkpoint, optimizer, reference)
+            if sampler.reward:
+                sampler.reward.worked = True  # before the checkpoint
         if RANK == 0:
             self.track = start_tracker(config, self.out) if config.track else None
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -1559,11 +1561,12 @@ class Batches:
 
     def mismatch(self, sequences: list[Sequence]) -> list[Sequence]:
         """Combine each prompt with the completion of the next sequence that has another prompt, for z₀."""
+        longest = min(self.max_positions, self.config.max_length or self.max_positions)
         mismatched = []
         for i, sequence in enumerate(sequences):
             for other in sequences[i + 1 :] + sequences[:i]:
                 if other.prompt != sequence.prompt:
-                    completion = other.completion[: self.max_positions - len(sequence.prompt)]
+                    completion = other.completion[: longest - len(sequence.prompt)]
                     mismatched.append(Sequence(sequence.prompt, completion, is_chosen=sequence.is_chosen))
                     break
         return mismatched
@@ -1637,16 +1640,19 @@ class Sampler:
             of = [rows[repeated[i].row] for i in places]
             rewards = [0.0] * len(places)
             if self.reward:
-                rewards = self.reward([row.prompt for row in of], texts, [row.fields for row in of])
+                rewards = self.reward.attempt([row.prompt for row in of], texts, [row.fields for row in of])
             for i, reward in zip(places, rewards):
                 rewarded[i] = (*drawn[i], reward)
         everything = {}
         for part in gather_from_ranks(rewarded):
             everything |= part
+        ids, logps, rewards = map(list, zip(*(everything[i] for i in range(len(repeated)))))
+        if self.reward:
+            rewards = self.reward.settle(rewards)
         rollouts = []
         for number, group in enumerate(prompts):
-            ids, logps, rewards = map(list, zip(*(everything[number * size + i] for i in range(size))))
-            rollouts.append(Group(group.row, group.prompt, ids, rewards, logps=logps))
+            mine = slice(number * size, (number + 1) * size)
+            rollouts.append(Group(group.row, group.prompt, ids[mine], rewards[mine], logps=logps[mine]))
         return rollouts
 
     def check_completions(self, drawn: list[Completion], count: int) -> list[Completion]:
@@ -1824,7 +1830,7 @@ class Reward:
 
     def __init__(self, config: Config):
         self.config = config
-        self.worked = False  # whether it ever returned a number
+        self.worked = False  # whether any sample of the run ever got a reward
         path, _, name = config.reward.rpartition(":")
         if config.reward == "math":
             path, name = str(CONFIGS / "math_reward.py"), "math"
@@ -1838,28 +1844,39 @@ class Reward:
                 self.function = FunctionProcess(path, name, config.reward_seconds, settings)
 
     def __call__(self, *samples: list) -> list[float]:
-        """Reward all samples in one call; if that fails, one at a time. A sample that still fails, or whose
-        reward is not a finite number, gets 0, or the lowest reward of the call if that is negative. One
-        warning reports how many. Raises UserError if no sample ever got a reward."""
-        count = len(samples[0])
+        return self.settle(self.attempt(*samples))
+
+    def attempt(self, *samples: list) -> list[float | str]:
+        """Reward all samples in one call; if that fails, one at a time. Returns the reward of each sample, or
+        why it has none."""
+        count, reason = len(samples[0]), None
         try:
             values = self.function(*samples)
             if not isinstance(values, list) or len(values) != count:
                 raise ValueError(f"{values!r:.60} is not a list of {count} numbers")
-            reasons = []
         except Exception as error:
-            values = self.one_by_one(*samples)
-            reasons = [error]
+            values, reason = self.one_by_one(*samples), error
         good = [isinstance(value, (int, float)) and abs(value) < 1e100 for value in values]
-        reasons += [value for value, is_good in zip(values, good) if not is_good]
-        self.worked |= any(good)
+        if reason and all(good):
+            warn(f"--reward {self.config.reward} fails on {count} samples together, but on none alone, which "
+                 f"is slower: {reason!r:.200}")
+        return [float(value) if is_good else f"{reason or value!r:.200}"
+                for value, is_good in zip(values, good)]
+
+    def settle(self, attempted: list[float | str]) -> list[float]:
+        """The rewards of these samples, which come from all ranks. One that failed gets 0, or the lowest reward
+        among them if that is negative; one warning reports how many. Raises UserError if no sample ever got a
+        reward."""
+        good = [reward for reward in attempted if isinstance(reward, float)]
+        reasons = [reward for reward in attempted if isinstance(reward, str)]
+        self.worked |= bool(good)
         if not self.worked:
-            raise UserError(f"--reward {self.config.reward} failed on every sample: {reasons[:1]!r:.200}")
-        lowest = float(min([0, *itertools.compress(values, good)]))
+            raise UserError(f"--reward {self.config.reward} failed on every sample: {reasons[0]}")
+        lowest = min([0.0, *good])
         if reasons:
-            warn(f"--reward {self.config.reward}: {good.count(False)} of {count} samples failed and count as "
-                 f"{lowest:g}; the first reason: {reasons[0]!r:.200}")
-        return [float(value) if is_good else lowest for value, is_good in zip(values, good)]
+            warn(f"--reward {self.config.reward}: {len(reasons)} of {len(attempted)} samples failed and count "
+                 f"as {lowest:g}; the first reason: {reasons[0]}")
+        return [lowest if isinstance(reward, str) else reward for reward in attempted]
 
     def one_by_one(self, *samples: list) -> list:
         """The reward of each sample, or the reason why it failed; stops after three timeouts in a row."""
@@ -2345,18 +2362,21 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     state = dict(step=step, settings=dataclasses.asdict(config) | dict(steps=batches.steps),
                  data=batches.fingerprint, made_until=batches.made_until, reference_until=reference.until,
                  has_reference=reference.weights is not None, batches=list(batches.pending))
+    values, size = [torch.zeros(0)], 0  # of all tensors of the batches: one name, for a file has few
 
     def as_json(value: Any) -> dict:
-        """The fields of a batch or sequence; for a tensor, the name under which it is saved."""
+        """The fields of a batch or sequence; for a tensor, its place among the values."""
+        nonlocal size
         if not isinstance(value, Tensor):
             return vars(value)
-        name = f"batches:{len(tensors)}"
-        tensors[name] = value.clone()  # safetensors rejects tensors that share memory
-        return {"tensor": name}
+        values.append(value)
+        size += len(value)
+        return {"start": size - len(value), "end": size}
 
     if RANK != 0:
         return
     text = json.dumps(state, default=as_json)
+    tensors["batches"] = torch.cat(values)
     try:
         shutil.rmtree(path, ignore_errors=True)  # a damaged checkpoint of the same step
         with new_folder(path) as folder:
@@ -2442,21 +2462,30 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
             return path
         require(config.resume == "latest", f"{path}: {damage}")
         warn(f"{path}: {damage}; trying the previous one")
+    file = out / "config.toml"
+    if file.exists():  # the run starts afresh
+        before, now = map(tomllib.loads, (file.read_text(encoding="utf-8"), to_toml(config)))
+        for name in sorted((before | now).keys() - FREE_ON_RESUME):
+            require(before.get(name) == now.get(name), f"--resume {config.resume}: the run in {out} has another "
+                    f"{flag_of(name)}; add --config {file}, or choose another folder")
     return None
 
-# Settings that may change on resume: what is written, and what affects the result by rounding alone.
-FREE_ON_RESUME = ("out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
-                  "microbatch_tokens compile shard checkpoint_activations track").split()
+# Settings that may change on resume: what is written, what affects the result by rounding alone, and what can
+# help a run to go on.
+FREE_ON_RESUME = set("out save_every keep resume config eval_data eval_every eval_prompts eval_samples "
+                     "microbatch_tokens compile shard checkpoint_activations track "
+                     "sample_tokens reward_seconds".split())
 
 def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Reference) -> int:
     """Restore everything and return the step of the checkpoint. Raises UserError if settings differ."""
     from safetensors import safe_open
     policy, batches, config = reference.policy, reference.batches, reference.config
     tensors = safe_open(path / "tensors.safetensors", framework="pt")  # reads tensors one by one
+    values = tensors.get_tensor("batches")
 
     def from_json(item: dict) -> Any:
-        if "tensor" in item:
-            return tensors.get_tensor(item["tensor"])
+        if "start" in item:
+            return values[item["start"] : item["end"]]
         if "completion" in item:
             return Sequence(**item)
         return Batch(**item) if "sequences" in item else item
@@ -2577,9 +2606,13 @@ def parse_config(argv: list[str]) -> Config:
     elif loss in LOSSES and not {"--model", "--data", "--help", "-h"} & typed.keys():
         settings = demo_settings(loss)
     config = parse_flags(settings + argv)
-    parts = [flag for flag in typed if re.match("--(sync-k|perception|log-eps|gamma|beta-)", flag)]
+    of_humanline = "--(sync-k|perception|log-eps|gamma|beta-)" + "|--beta$" * config.chosen_alone
+    parts = [flag for flag in typed if re.match(of_humanline, flag)]
     require(not config.is_plain or not parts, f"{' and '.join(parts)}: --no-humanline turns it off, as does "
             "--positive-only with DPO or a loss without a reference; to use one part, turn off the other")
+    for flag in parts:
+        needed = {"--log": "clip", "--gam": "sample", "--bet": "sample"}.get(flag[:5], config.perception)
+        require(config.perception == needed, f"{flag} needs --perception {needed}")
     for name in config.given:
         require(does_read(config.loss, name),
                 f"--loss {config.loss} does not use {flag_of(name)}; omit it")
@@ -2669,7 +2702,7 @@ def check_config(config: Config) -> None:
     require(config.resume != "latest" or config.out,
             "--resume latest needs the folder of the run; pass --out")
 
-FORMAT = 1  # of run folders; increased when older ones can no longer be resumed
+FORMAT = 2  # of run folders; increased when older ones can no longer be resumed
 TOML_HEAD = f"# python humanline.py --config THIS_FILE repeats the run. Format {FORMAT}.\n"
 
 def to_toml(config: Config) -> str:

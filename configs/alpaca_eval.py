@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def main(path: Path) -> None:
-    pairs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    pairs = [json.loads(line) for line in path.open("rb")]
     for side in ("output", "against"):
         source = {"generator": side, "dataset": path.stem}
         outputs = [

@@ -262,9 +262,13 @@ def test_win_rates_compare_only_with_desirable_completions_of_the_data(ask, tiny
 
 def test_the_pairs_of_a_win_rate_are_converted_to_the_format_of_alpaca_eval(ask, tiny, data_files, tmp_path):
     ask(f"winrate --model {tiny} --data {data_files['groups']} --max-new-tokens 3 --out pairs.jsonl")
+    first, *others = (tmp_path / "pairs.jsonl").read_text().splitlines(keepends=True)
+    first = json.dumps(json.loads(first) | {"output": "a\u2028b"}, ensure_ascii=False)
+    (tmp_path / "pairs.jsonl").write_text("".join([first, "\n", *others]))
     subprocess.run([sys.executable, ROOT / "configs" / "alpaca_eval.py", "pairs.jsonl"], check=True,
                    cwd=tmp_path)
-    pairs, rows = read_lines(tmp_path / "pairs.jsonl"), read_lines(Path(data_files["groups"]))
+    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").open("rb")]
+    rows = read_lines(Path(data_files["groups"]))
     for side in ("output", "against"):
         outputs = json.loads((tmp_path / f"pairs-{side}.json").read_text(encoding="utf-8"))
         assert [line["output"] for line in outputs] == [pair[side] for pair in pairs]
@@ -315,6 +319,19 @@ def test_data_ranks_sources_by_likelihood_and_gives_advice(ask, tiny, two_source
     assert line_of(output, "less likely than 3/4 of its samples")[3] > 0.9
     assert f"{two_sources['other']}: not good enough" in output
     assert "mean token log-prob" in (tmp_path / "data.svg").read_text()
+
+
+def test_a_model_is_measured_in_the_precision_in_which_it_was_trained(tiny, monkeypatch):
+    sampler, precise = evaluation.load(tiny, humanline.Config(model=tiny, dtype="mixed")), []
+    log_probs = humanline.log_probs
+
+    def note(*arguments):
+        precise.append(not torch.is_autocast_enabled("cpu"))
+        return log_probs(*arguments)
+
+    monkeypatch.setattr(humanline, "log_probs", note)
+    evaluation.token_logps(sampler, [humanline.Group(0, [1, 2], [[3, 4]], [0.0])])
+    assert precise == [False] and evaluation.with_room(sampler.config, 3).is_mixed
 
 
 def test_a_figure_can_be_drawn_for_very_unlikely_data(tmp_path):
@@ -438,6 +455,7 @@ def other_vocabulary(tiny, tmp_path_factory):
     ("perception --model TINY --data groups.jsonl", "--ref and --data: pass both, since "),
     ("perception --model TINY --ref OTHER --data groups.jsonl", "its vocabulary differs from that of"),
     ("perception --model TINY --ref TINY --data groups.jsonl --max-new-tokens 2", "so every log-ratio is 0"),
+    ("perception --model TINY --ref TINY --data groups.jsonl --max-new-tokens 64", "no row is short enough"),
     ("plot", "plot: pass one or more run folders"),
     ("plot young", "plot young: metrics.jsonl is empty; wait for the first step"),
     ("plot old --metrics los", "--metrics los: no run has logged this metric; choose from "),

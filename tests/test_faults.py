@@ -1,5 +1,6 @@
 """Faults: kills, signals, damaged files, a full disk, too little memory, two runs in the same folder."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -144,7 +145,8 @@ def test_nohup_keeps_a_run_from_stopping_when_its_terminal_closes(tiny, data_fil
 def test_a_damaged_checkpoint_is_always_noticed_and_the_one_before_is_used(run, tmp_path, capsys):
     folder = run("--sample-every 3 --sync-k 2 --steps 3 --save-every 1 --keep 3") / "checkpoint"
     chance, newest, before = random.Random(0), folder / "step-00000003", folder / "step-00000002"
-    config = humanline.Config(out=str(folder.parent), resume="latest")
+    settings = str(folder.parent / "config.toml")
+    config = humanline.parse_config(["--config", settings, "--out", str(folder.parent), "--resume", "latest"])
     assert humanline.find_checkpoint(config, folder.parent) == newest
     for trial in range(50):
         file = chance.choice(sorted(newest.iterdir()))
@@ -163,6 +165,8 @@ def test_a_damaged_checkpoint_is_always_noticed_and_the_one_before_is_used(run, 
     for path in (newest, before, folder / "step-00000001"):
         (path / "tensors.safetensors").write_bytes(b"")
     assert humanline.find_checkpoint(config, folder.parent) is None
+    with pytest.raises(humanline.UserError, match=f"has another --data; add --config {settings}, or"):
+        humanline.find_checkpoint(dataclasses.replace(config, data=()), folder.parent)
     with pytest.raises(humanline.UserError, match="damaged: tensors.safetensors"):
         humanline.find_checkpoint(humanline.Config(resume=str(newest)), folder.parent)
 

@@ -492,13 +492,29 @@ def test_a_run_can_train_on_the_math_reward(tiny, sums, tmp_path):
 
 def test_a_reward_that_fails_after_the_first_rollouts_does_not_stop_a_run(run, tmp_path, capsys):
     (tmp_path / "bad.py").write_text(
-        "calls = []\n\ndef bad(prompts, completions, rows):\n    calls.append(1)\n"
-        "    if len(calls) > 1:\n        raise ValueError('works no more')\n"
+        "seen = 0\n\ndef bad(prompts, completions, rows):\n    global seen\n    seen += len(prompts)\n"
+        "    if seen > 16:\n        raise ValueError('works no more')\n"
         "    return [len(text) / 9 for text in completions]\n")
-    lines = metrics(run(f"--sample-every 1 --steps 3 --reward {tmp_path}/bad.py:bad"))
+    flags = f"--sample-every 1 --steps 3 --sample-tokens 32 --reward {tmp_path}/bad.py:bad"  # several calls
+    lines = metrics(run(flags))
     assert [line["reward"] for line in lines[1:]] == [0.0] * 2 and lines[0]["reward"] > 0
     failed = "16 of 16 samples failed and count as 0"
     assert sum(failed in line and "works no more" in line for line in warnings(capsys)) == 2
+
+
+def test_a_reward_that_fails_when_a_run_resumes_does_not_stop_it(run, tmp_path, capsys):
+    (tmp_path / "bad.py").write_text(
+        "import os\n\ndef bad(prompts, completions, rows):\n"
+        f"    assert not os.path.exists({str(tmp_path / 'down')!r}), 'down'\n"
+        "    return [len(text) / 9 for text in completions]\n")
+    flags = f"--sample-every 1 --steps 3 --save-every 1 --reward {tmp_path}/bad.py:bad"
+    folder = run(flags)
+    shutil.rmtree(folder / "final")
+    shutil.rmtree(folder / "checkpoint" / "step-00000003")
+    (tmp_path / "down").touch()
+    run(f"{flags} --resume latest", out=str(folder))
+    assert metrics(folder)[-1]["reward"] == 0
+    assert any("16 of 16 samples failed" in line for line in warnings(capsys))
 
 
 @pytest.mark.parametrize("reward, expected", [
