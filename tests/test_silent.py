@@ -164,7 +164,8 @@ def test_a_run_of_another_version_is_reported_as_such(run, tiny, data_files, tmp
     (checkpoint / "files.json").write_text(json.dumps(hashes))
     flags = short_run(tiny, data_files["groups"], f"--resume {checkpoint}")
     assert f"{checkpoint}: written by another version of humanline.py" in complaint(flags, tmp_path, capsys)
-    settings.write_text(settings.read_text().replace("Format 1", "Format 0"))
+    head = f"Format {humanline.FORMAT}"
+    settings.write_text(settings.read_text().replace(head, "Format 0"))
     flags = short_run(tiny, data_files["groups"], f"--out {out} --resume latest")
     assert "config.toml there was not written by this version of humanline.py" in complaint(
         flags, tmp_path, capsys)
