@@ -840,7 +840,7 @@ class Run:
         if self.checkpoint:
             first += load_checkpoint(self.checkpoint, optimizer, reference)
             if sampler.reward:
-                sampler.reward.worked = True  # before the checkpoint
+                sampler.reward.worked = True  # it did, before the checkpoint
         if RANK == 0:
             self.track = start_tracker(config, self.out) if config.track else None
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -1858,15 +1858,15 @@ class Reward:
             values, reason = self.one_by_one(*samples), error
         good = [isinstance(value, (int, float)) and abs(value) < 1e100 for value in values]
         if reason and all(good):
-            warn(f"--reward {self.config.reward} fails on {count} samples together, but on none alone, which "
-                 f"is slower: {reason!r:.200}")
+            warn(f"--reward {self.config.reward} failed on {count} samples together, and is called for "
+                 f"each of them, which is slower: {reason!r:.200}")
         return [float(value) if is_good else f"{reason or value!r:.200}"
                 for value, is_good in zip(values, good)]
 
     def settle(self, attempted: list[float | str]) -> list[float]:
-        """The rewards of these samples, which come from all ranks. One that failed gets 0, or the lowest reward
-        among them if that is negative; one warning reports how many. Raises UserError if no sample ever got a
-        reward."""
+        """Replace the reasons in the results of `attempt`, gathered from all ranks: a sample that failed gets
+        0, or the lowest reward among them if that is negative. One warning reports how many failed. Raises
+        UserError if no sample of the run ever got a reward."""
         good = [reward for reward in attempted if isinstance(reward, float)]
         reasons = [reward for reward in attempted if isinstance(reward, str)]
         self.worked |= bool(good)
@@ -1961,7 +1961,7 @@ class FunctionProcess:
         return values
 
     def stop(self) -> None:
-        self.queue = self.pool._call_queue  # or its thread frees its locks while Python exits: loky warns
+        self.queue = self.pool._call_queue  # its thread may free locks while Python exits; then loky warns
         self.pool.shutdown(kill_workers=True)
         self.pool = None
 
@@ -2362,7 +2362,7 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     state = dict(step=step, settings=dataclasses.asdict(config) | dict(steps=batches.steps),
                  data=batches.fingerprint, made_until=batches.made_until, reference_until=reference.until,
                  has_reference=reference.weights is not None, batches=list(batches.pending))
-    values, size = [torch.zeros(0)], 0  # of all tensors of the batches: one name, for a file has few
+    values, size = [torch.zeros(0)], 0  # the batches' tensors are saved as one: a file has few names
 
     def as_json(value: Any) -> dict:
         """The fields of a batch or sequence; for a tensor, its place among the values."""
@@ -2464,10 +2464,13 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
         warn(f"{path}: {damage}; trying the previous one")
     file = out / "config.toml"
     if file.exists():  # the run starts afresh
-        before, now = map(tomllib.loads, (file.read_text(encoding="utf-8"), to_toml(config)))
+        with explained(f"--resume {config.resume}: {file}", "choose another folder"):
+            before = tomllib.loads(file.read_text(encoding="utf-8"))
+        now = tomllib.loads(to_toml(config))
         for name in sorted((before | now).keys() - FREE_ON_RESUME):
-            require(before.get(name) == now.get(name), f"--resume {config.resume}: the run in {out} has another "
-                    f"{flag_of(name)}; add --config {file}, or choose another folder")
+            require(before.get(name) == now.get(name),
+                    f"--resume {config.resume}: the run in {out} has another {flag_of(name)}; add --config "
+                    f"{file}, or choose another folder")
     return None
 
 # Settings that may change on resume: what is written, what affects the result by rounding alone, and what can
@@ -2611,7 +2614,7 @@ def parse_config(argv: list[str]) -> Config:
     require(not config.is_plain or not parts, f"{' and '.join(parts)}: --no-humanline turns it off, as does "
             "--positive-only with DPO or a loss without a reference; to use one part, turn off the other")
     for flag in parts:
-        needed = {"--log": "clip", "--gam": "sample", "--bet": "sample"}.get(flag[:5], config.perception)
+        needed = "clip" if "eps" in flag else "sample" if re.search("gamma|beta", flag) else config.perception
         require(config.perception == needed, f"{flag} needs --perception {needed}")
     for name in config.given:
         require(does_read(config.loss, name),

@@ -565,5 +565,19 @@ def test_what_the_texts_say_of_rates_and_syncs_holds(everything):
     nats = {name: np.mean([run["kl 64"] for run in sentiment.at_tuned(name).values()])
             for name in ("online", NO_CLIP, HUMANLINE)}
     assert round(nats["online"]) == 101 and round(nats[NO_CLIP] / nats[HUMANLINE]) == 3
+    equally_far = {
+        (cell.task, kl, name): np.nanmean([reproduce.first_real.reward_at(run, kl) for run in cell.at_tuned(name).values()])
+        for cell, distances in zip((cell for cell in everything.cells if cell.loss == "grpo"), ((4, 8, 10), (7, 8)))
+        for kl in distances for name in ("online", NO_CLIP, HUMANLINE)}
+    behind = [place for place, reward in equally_far.items() if reward < equally_far[*place[:2], HUMANLINE]]
+    assert [place for place in equally_far if place[2] != HUMANLINE and place not in behind] == [
+        ("checked", 7, "online"), ("checked", 8, "online"), ("checked", 8, NO_CLIP)]
+    assert [(task.steps - 1) // tuned.forms["dpo", HUMANLINE].k for tuned in everything.tasks
+            for task in [reproduce.TASKS[tuned.name]]] == [1, 1, 1]
+    measures = re.findall(r"(GRPO|DPO|KTO), humanline − (plain|online) \| (.*)", (CLAIMS / "report.md").read_text())
+    sure = {(loss, other): sum(abs(float(mean)) > float(half) and (float(mean) > 0) == (other == "plain")
+                               for mean, half in re.findall(r"([+-][\d.]+) ± ([\d.]+)", cells))
+            for loss, other, cells in measures}
+    assert (sure["GRPO", "plain"], [sure[loss, "online"] for loss in ("GRPO", "DPO", "KTO")]) == (4, [3, 5, 3])
     lost = reproduce.collapsed(list(sorting.forms["grpo", "better alone, synced"].runs.values()), "test")
     assert lost == [0, 1, 5]
