@@ -384,7 +384,7 @@ def load(spec: str, config: Config, rewarded: bool = True) -> Sampler:
     training_only = {
         field.name: field.default
         for field in dataclasses.fields(Config)
-        if field.name == "shard" or field.name.startswith("lora")
+        if field.name in ("shard", "group_size") or field.name.startswith("lora")
     }
     reward = config.reward if rewarded else "exact"  # exact needs no loading
     config = dataclasses.replace(config, **training_only, sample_every=1, reward=reward)
@@ -820,10 +820,8 @@ def compare_rewards(
     reward: Reward, prompts: list, first: list[str], second: list[str], fields: list[dict]
 ) -> np.ndarray:
     """(N,) preferences: 1 if the first text has the higher reward, 0.5 if the rewards are equal, else 0."""
-    rewards = []
-    for texts in (first, second):
-        rewards.append(reward(prompts, texts, fields))
-    return (1 + np.sign(np.subtract(*rewards))) / 2
+    rewards = reward(prompts * 2, first + second, fields * 2)  # in one call, so that failures count alike
+    return (1 + np.sign(np.subtract(*np.split(np.array(rewards), 2)))) / 2
 
 def winrate(flags: Winrate) -> None:
     """Sample from both sides, compare the completions pair by pair, and print the win rates."""
@@ -1158,7 +1156,7 @@ def fractions_passed(d: PerToken, config: Config) -> dict[str, list[np.ndarray]]
     sampling.
 
     Clipping passes d in [log ε_P, log ε_R]. Sampling rejects tokens by Definition 4.2, with M_P and M_R
-    computed over batches of --batch-size prompts, as in training.
+    computed over batches of --batch-size prompts.
 
     Args:
         d: token log-ratios in nats, per prompt and completion.

@@ -128,8 +128,7 @@ class Config:
     trust_remote_code: bool = False  # Run code that comes with the model or tokenizer.
     lora: int = 0
     """Train LoRA adapters of this rank, such as 16 (needs peft). The base model is frozen, and kept in bf16
-    where --dtype is mixed or bfloat16. 0: train all weights. Adapters that --model already has are merged
-    first."""
+    where --dtype is mixed or bfloat16. 0: train all weights, after merging adapters that --model has."""
     lora_alpha: int = 32  # LoRA's alpha: the adapters' output is scaled by alpha / rank.
 
     # Humanline: two parts, which can be turned off together or separately.
@@ -234,8 +233,6 @@ class Config:
             self.lr = 1e-5 if self.lora else 1e-6
         if self.batch_size is None:
             self.batch_size = loss.batch_size
-        if self.epsilon_high is None:
-            self.epsilon_high = self.epsilon
         self.out = self.out and os.path.expanduser(self.out)
         check_config(self)
         # Online, a plain loss compares the policy with the old policy; only its KL is to the reference.
@@ -255,6 +252,8 @@ RANGES = {  # smallest and largest value of settings
     (1e-12, 1e12): "gamma_p gamma_r beta_p beta_r beta desirable_weight undesirable_weight epsilon lr "
                    "adam_eps max_grad_norm reward_seconds",
     (1e-3, 1e3): "temperature",
+    (-math.inf, 0): "log_eps_p",  # so that zeros at masked positions stay zero
+    (0, math.inf): "log_eps_r",
     (0, 1): "warmup",
     (1e-9, 1): "top_p",
 }
@@ -418,7 +417,7 @@ Packed = list[Sequence]  # sequences with the same prompt in one row of the forw
 
 @dataclass
 class Microbatch:
-    """The record of a step: N sequences that go through the policy together, and every quantity that a loss
+    """The record of a microbatch: N sequences that go through the policy together, and every quantity that a loss
     may read, filled in from top to bottom. In pairs, chosen and rejected alternate, but with --positive-only
     the chosen are alone. Each row of an (N, T) tensor is a completion, aligned to the left and followed by
     zeros. Log-probs are in nats."""
@@ -495,15 +494,16 @@ def note_implicit_rewards(x: Microbatch, config: Config) -> None:
 def compute_grpo(x: Microbatch, config: Config) -> Tensor:
     ratio = x.perceived.detach().exp()
     advantages = x.advantages[:, None]
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     x.metrics["clip_fraction_low"] = (ratio < 1 - config.epsilon) & (advantages < 0), x.mask
-    x.metrics["clip_fraction_high"] = (ratio > 1 + config.epsilon_high) & (advantages > 0), x.mask
-    return grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, config.epsilon_high)
+    x.metrics["clip_fraction_high"] = (ratio > 1 + high) & (advantages > 0), x.mask
+    return grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, high)
 
 @dataclass(frozen=True)
 class Loss:
     """Everything that the program knows about a loss. To add a loss, add an entry to LOSSES.
 
-    compute(x, config) takes the record of the step and returns either (N, T) token losses, which are averaged
+    compute(x, config) takes the record of a microbatch and returns either (N, T) token losses, which are averaged
     as --average says, or one loss per pair or example. The mean is always over the global batch. With
     --positive-only, a loss of pairs that lists it in its settings gets the chosen sequences alone, and x.d and
     x.perceived are None."""
@@ -842,6 +842,9 @@ class Run:
             if sampler.reward:
                 sampler.reward.worked = True  # it did, before the checkpoint
         if RANK == 0:
+            for path in (self.out / "checkpoint").glob("step-*"):  # damaged or outdated
+                if not self.checkpoint or path.name > self.checkpoint.name:
+                    shutil.rmtree(path)
             self.track = start_tracker(config, self.out) if config.track else None
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
             for file in map(self.out.joinpath, LOG_FILES):
@@ -2069,7 +2072,7 @@ def microbatches(policy: Module, sequences: list[Sequence], config: Config) -> l
     return made
 
 def make_microbatch(packed: list[Packed], device: torch.device) -> Microbatch:
-    """The record of a step before the forward pass. Only here are completions padded."""
+    """The record of a microbatch before the forward pass. Only here are completions padded."""
     sequences = list(itertools.chain(*packed))
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -2378,7 +2381,6 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     text = json.dumps(state, default=as_json)
     tensors["batches"] = torch.cat(values)
     try:
-        shutil.rmtree(path, ignore_errors=True)  # a damaged checkpoint of the same step
         with new_folder(path) as folder:
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(text)
@@ -2387,9 +2389,7 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     except Exception as error:  # safetensors has an exception of its own for a full disk
         warn(f"could not write {path}: {error}; earlier checkpoints are kept")
         return
-    saved = sorted(path.parent.glob("step-*"))
-    kept = [old for old in saved if old <= path][-config.keep :]  # later ones are damaged or outdated
-    for old in set(saved) - set(kept):
+    for old in sorted(path.parent.glob("step-*"))[: -config.keep]:
         shutil.rmtree(old)
 
 def weights_and_moments(policy: Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -2616,9 +2616,6 @@ def parse_config(argv: list[str]) -> Config:
     for flag in parts:
         needed = "clip" if "eps" in flag else "sample" if re.search("gamma|beta", flag) else config.perception
         require(config.perception == needed, f"{flag} needs --perception {needed}")
-    for name in config.given:
-        require(does_read(config.loss, name),
-                f"--loss {config.loss} does not use {flag_of(name)}; omit it")
     return config
 
 def does_read(loss: str, setting: str) -> bool:
@@ -2685,14 +2682,15 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 def check_config(config: Config) -> None:
-    """Raises UserError for the first invalid value."""
+    """Raises UserError for the first invalid value, or one that the loss does not read."""
+    for name in config.given:
+        require(does_read(config.loss, name),
+                f"--loss {config.loss} does not use {flag_of(name)}; omit it")
     for (least, most), names in RANGES.items():
         for name in names.split():
             value = getattr(config, name)
             require(value is None or least <= value <= most,
                     f"{flag_of(name)} is {value}; it must be from {least:g} to {most:g}")
-    require(config.log_eps_p < config.log_eps_r, f"--log-eps-p {config.log_eps_p} must be below --log-eps-r "
-            f"{config.log_eps_r}")
     require(re.fullmatch(r"exact|math|.+\.py:\w+", config.reward),
             f"--reward {config.reward}: pass exact, math or FILE.py:function, such as the "
             "reward model configs/model_reward.py:score")

@@ -85,6 +85,13 @@ def test_every_setting_survives_the_runs_config_file(tmp_path, loss):
     assert dataclasses.replace(parse(f"--config {tmp_path}/config.toml"), config=None) == config
 
 
+def test_a_config_made_in_python_is_checked_like_flags():
+    with pytest.raises(humanline.UserError, match="--loss dpo does not use --kl-beta"):
+        Config(loss="dpo", kl_beta=0.1)
+    wider = dataclasses.replace(Config(), epsilon=0.4)
+    assert wider == Config(epsilon=0.4)
+
+
 def test_the_config_file_of_a_run_holds_only_what_was_set_so_that_another_loss_gets_its_own_defaults(
         tmp_path):
     (tmp_path / "config.toml").write_text(humanline.to_toml(parse("--model m --data d --lr 3e-4")))
@@ -142,7 +149,7 @@ BAD_FLAGS = [
     ("--lr", r"--lr"),
     ("--lr fast", r"--lr: no type matching .* could be instantiated from \['fast'\]\.; see --help$"),
     ("--lr nan", r"--lr is nan; it must be from 1e-12 to"),
-    ("--log-eps-p 2", r"--log-eps-p 2\.0 must be below --log-eps-r 1\.5"),
+    ("--log-eps-p 2", r"--log-eps-p is 2\.0; it must be from -inf to 0"),
     ("--temperature 1e-300", r"--temperature is 1e-300; it must be from 0\.001 to 1000"),
     ("--top-p 1.5", r"--top-p is 1\.5; it must be from"),
     ("--batch-size 99999999999", r"--batch-size 99999999999: a step needs"),

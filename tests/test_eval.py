@@ -246,6 +246,16 @@ def test_the_higher_reward_wins_and_ties_count_half(ask, tiny, data_files, tmp_p
                         abs_tol=6e-4)
 
 
+def test_failed_rewards_count_alike_on_both_sides(tmp_path):
+    (tmp_path / "picky.py").write_text("def length(prompts, completions, rows):\n"
+                                       "    assert 'bad' not in completions\n"
+                                       "    return [-len(text) for text in completions]\n")
+    reward = humanline.Reward(humanline.Config(reward=f"{tmp_path}/picky.py:length"))
+    first, second = ["bad", "12345"], ["1234567", "bad"]  # a failure counts -7, the lowest of both sides
+    preferences = evaluation.compare_rewards(reward, [[]] * 2, first, second, [{}] * 2)
+    assert preferences.tolist() == [0.5, 1.0]
+
+
 def test_win_rates_compare_only_with_desirable_completions_of_the_data(ask, tiny, tmp_path, capsys):
     labels = [False, True, True, False, True]
     rows = [dict(prompt=f"p{i}", completion=f"c{i}", label=label, answer="x")
