@@ -103,6 +103,7 @@ def weights_of_humanline(program, case: dict, model: str, data: Path, out: Path)
     """A run's final weights. Its microbatches are small, and so many."""
     settings = settings_of(case)
     reward = settings.pop("reward")
+    del settings["epsilon" if case["loss"] != "grpo" else "beta"]  # the loss does not read it
     if case["loss"] == "kto" and "sample_every" in case:
         settings["batch_size"] *= GROUP  # it counts completions; in plain.py their prompts
     program.train(program.Config(
