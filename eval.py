@@ -997,7 +997,7 @@ class Source:
                 "--sample-every 64."
             )
         return (
-            f"good enough for offline training with humanline: only {unlikely:.0%} of the completions are "
+            f"likely enough, by the paper, for offline training: only {unlikely:.0%} of the completions are "
             f"less likely than {than}."
         )
 

@@ -135,8 +135,9 @@ class Config:
     humanline: bool = True  # Use syncing and perception. --no-humanline turns both off.
     sync_k: int = 24
     """Set the reference to the policy every k steps; 0: never. Tune it together with --lr: offline on tiny
-    models, in 128 to 256 steps, 24 to 128 was best; with 8 or less, runs often collapsed. The paper
-    recommends 12 to 24 for mathematics, where 1 collapsed; its authors use 1 for instructions."""
+    models, in 128 to 256 steps of GRPO, 24 to 128 was best, and 8 to 24 with --positive-only; with 8 or less
+    and all completions, runs often collapsed. The paper recommends 12 to 24 for mathematics, where 1
+    collapsed; its authors use 1 for instructions."""
     perception: Literal["clip", "sample", "none"] = "clip"  # What is done to log-ratios before the loss.
     log_eps_p: float = -1.5  # Lower bound of the clip, in nats.
     log_eps_r: float = 1.5  # Upper bound of the clip, in nats.

@@ -352,7 +352,7 @@ def test_a_figure_can_be_drawn_for_very_unlikely_data(tmp_path):
 
 
 @pytest.mark.parametrize("nats, scores, advice", [
-    (-0.1, [1, 0], "good enough"), (-0.3, [1, 0], "doubtful"), (-1.0, [1, 0], "not good enough"),
+    (-0.1, [1, 0], "likely enough"), (-0.3, [1, 0], "doubtful"), (-1.0, [1, 0], "not good enough"),
     (-0.1, [1, 1], "little to learn")])
 def test_advice_follows_from_the_models_own_samples(nats, scores, advice):
     own = [[np.full(4, value)] for value in np.linspace(-0.4, 0, 100)]
