@@ -32,6 +32,7 @@ LEAST_GAP = 0.03  # of the reward: a gap that may be smaller cannot be tested
 PARITY = 0.03  # of the reward: what is less does not count
 LEVELS = {8: 0.01, 16: 0.04}  # of the intervals and tests of the share, by the number of seeds
 DECIDED = "dpo", "kto"
+NEEDS_MORE = "not decided; eight more seeds"
 
 class Compared:
     """The stored runs of a task and a loss, and the forms whose tuning is complete."""
@@ -40,8 +41,6 @@ class Compared:
         self.task, self.loss = task, loss
         known = real.read_results(RESULTS / f"real-{task}.jsonl")
         self.known = {run: outcome for run, outcome in known.items() if run.loss == loss}
-        seeds = list(real.TEST_SEEDS[loss])
-        self.missing = real.count_missing(task, loss, self.known, seeds)
         self.settings: dict[str, real.Settings] = {}
         self.tests: dict[str, dict[int, dict]] = {}  # by form and seed, at the chosen setting
         for form in real.FORMS[loss]:
@@ -168,7 +167,7 @@ def outcome_of(decision: dict) -> str:
         return "confirmed"
     if decision["p_half"] < decision["level"] and high < 0.5:
         return "refuted"
-    return "not decided; eight more seeds" if decision["seeds"] < max(LEVELS) else "not decided"
+    return NEEDS_MORE if decision["seeds"] < max(LEVELS) else "not decided"
 
 def decide_task(compared: list[Compared]) -> dict[str, dict]:
     return decide({one.loss: final_rewards(one) for one in compared if one.loss in DECIDED})
@@ -201,7 +200,12 @@ FORM_HEAD = (
 
 def page(task: str, compared: list[Compared], decisions: dict[str, dict]) -> str:
     count = sum(len(one.known) for one in compared)
-    missing = sum(one.missing for one in compared)
+    missing = 0
+    for one in compared:
+        seeds = list(real.TEST_SEEDS[one.loss])
+        if one.loss in DECIDED and decisions[one.loss]["outcome"] == NEEDS_MORE:
+            seeds += real.MORE_SEEDS
+        missing += real.count_missing(task, one.loss, one.known, seeds)
     text = [
         f"# SmolLM2 on *{task}*: does humanline reach online?",
         f"{count} runs of [real.py](real.py).",
