@@ -12,8 +12,9 @@
 
 The workload consists of batches of 8 (pairs, examples, or one group of 8 samples), with prompts of 64 tokens
 and completions of 64 to 192 tokens (GRPO: 64 sampled tokens). The model is a random Llama with a vocabulary
-of 32,768, in fp32 on a CPU and bf16 autocast on a GPU. Times are medians over all rounds and all steps but
-the first two. Peak memory is that of the whole process (for TRL on a GPU, that of torch).
+of 32,768, in fp32 on a CPU and bf16 autocast on a GPU, where humanline.py runs with and without torch.compile.
+Times are medians over all rounds and all steps but the first two; on a GPU, after a round that warms up. Peak
+memory is that of the whole process, on a GPU that of torch.
 """
 
 import contextlib
@@ -22,15 +23,16 @@ import math
 import os
 import platform
 import random
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import torch
 import tyro
@@ -39,6 +41,7 @@ from torch.nn.utils.rnn import pad_sequence
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = str(ROOT / "configs" / "demo" / "model")
 WARMUP = 2
+IS_GPU = torch.cuda.is_available()
 
 
 @dataclass
@@ -83,11 +86,13 @@ def write_workload(folder: Path, load: Workload) -> None:
         tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=load.vocabulary, hidden_size=load.hidden, intermediate_size=load.inner,
-        num_hidden_layers=load.layers, num_attention_heads=load.heads, num_key_value_heads=load.kv_heads,
-        max_position_embeddings=8192, tie_word_embeddings=True, pad_token_id=pad, eos_token_id=eos,
-        bos_token_id=None)).save_pretrained(folder / "model")
+    with torch.device("cuda" if IS_GPU else "cpu"):
+        model = LlamaForCausalLM(LlamaConfig(
+            vocab_size=load.vocabulary, hidden_size=load.hidden, intermediate_size=load.inner,
+            num_hidden_layers=load.layers, num_attention_heads=load.heads, num_key_value_heads=load.kv_heads,
+            max_position_embeddings=8192, tie_word_embeddings=True, pad_token_id=pad, eos_token_id=eos,
+            bos_token_id=None))
+    model.save_pretrained(folder / "model")
     chance = random.Random(0)
     word = lambda: f"w{chance.randrange(load.vocabulary - 3)}"
     text = lambda low, high: " ".join(word() for _ in range(chance.randint(low, high)))
@@ -109,28 +114,94 @@ def write_workload(folder: Path, load: Workload) -> None:
     (folder / "reward.py").write_text(REWARD)
 
 
-def run_and_measure(command: list[str], environment: dict[str, str]) -> tuple[str, int]:
-    """Run a command. Returns its output, and its peak memory in MiB."""
-    with tempfile.TemporaryFile("w+") as errors:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", **environment}
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
-        output = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        errors.seek(0)
-        if status:
-            raise SystemExit(f"{shlex.join(command)} failed:\n{errors.read()[-2000:]}")
-    return output, usage.ru_maxrss >> 10
-
-
-ON_GPU = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import humanline, torch
-status = humanline.main(sys.argv[2:])
-print(torch.cuda.max_memory_allocated() >> 20)
-sys.exit(status)
+# A process that trains once for each line of its input, and answers with the peak of its memory in MiB and what
+# `train` returns. On a GPU one process makes all runs, so that only the first one has to start and compile; on a
+# CPU, where the peak is that of the process, each run has its own.
+WORKER = """
+import contextlib, gc, json, random, resource, sys, time
+import torch
+gpu = torch.cuda.is_available()
+{train}
+for line in sys.stdin:
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.redirect_stdout(sys.stderr):
+        answer = train(**json.loads(line))
+    peak = torch.cuda.max_memory_allocated() if gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    print(json.dumps(answer | dict(peak=peak >> 20)), flush=True)
+    gc.collect()
+    if gpu:
+        torch.cuda.empty_cache()
 """
+
+HUMANLINE = """
+sys.path.insert(0, {checkout!r})
+import humanline
+def train(flags):
+    if humanline.main(flags):
+        sys.exit(1)
+    return dict()
+"""
+
+TRL = """
+from datasets import load_dataset
+from transformers import AutoTokenizer, TrainerCallback
+import trl
+
+class Clock(TrainerCallback):
+    def __init__(self):
+        self.seconds = []
+    def on_step_begin(self, *_, **__):
+        self.start = time.perf_counter()
+    def on_step_end(self, *_, **__):
+        if gpu:
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self.start)
+
+def train(folder, loss, load):
+    module, clock = trl, Clock()
+    settings = dict(output_dir=folder + "/trl", per_device_train_batch_size=load["batch"],
+                    max_steps=load["steps"], report_to=[], save_strategy="no", logging_steps=1000,
+                    use_cpu=not gpu, bf16=gpu or load["mixed"], gradient_checkpointing=False, disable_tqdm=True)
+    rows = load_dataset("json", data_files=f"{folder}/{loss}.jsonl", split="train")
+    common = dict(model=folder + "/model", train_dataset=rows,
+                  processing_class=AutoTokenizer.from_pretrained(folder + "/model"), callbacks=[clock])
+    if loss == "grpo":
+        settings |= dict(num_generations=load["batch"], max_completion_length=load["new"], beta=0.01)
+        if not load["mixed"]:
+            settings |= dict(generation_kwargs=dict(min_new_tokens=load["new"]))
+        common |= dict(reward_funcs=lambda completions, **_: [random.random() for _ in completions])
+    else:
+        common |= dict(ref_model=None)
+        if loss == "kto" and not hasattr(trl, "KTOTrainer"):
+            import trl.experimental.kto as module
+    name = dict(dpo="DPO", kto="KTO", grpo="GRPO")[loss]
+    args = getattr(module, name + "Config")(**settings)
+    getattr(module, name + "Trainer")(**common, args=args).train()
+    return dict(seconds=clock.seconds)
+"""
+
+WORKERS: dict[tuple[str, str], tuple[subprocess.Popen, TextIO]] = {}  # with what they print as errors
+
+
+def ask(python: str, program: str, **task) -> dict:
+    """Let a worker train. Returns its answer."""
+    key = python, program
+    if key not in WORKERS:
+        errors = tempfile.TemporaryFile("w+")
+        environment = os.environ | dict(HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
+        process = subprocess.Popen([python, "-c", WORKER.format(train=program)], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        WORKERS[key] = process, errors
+    process, errors = WORKERS[key] if IS_GPU else WORKERS.pop(key)
+    print(json.dumps(task), file=process.stdin, flush=True)
+    answer = process.stdout.readline()
+    if not answer:
+        errors.seek(0)
+        raise SystemExit(f"{program}{task} failed:\n{errors.read()[-2000:]}")
+    if not IS_GPU:
+        process.communicate()
+    return json.loads(answer)
 
 
 def run_humanline(folder: Path, load: Workload, loss: str, more: str = "", checkout: Path = ROOT) -> dict:
@@ -144,63 +215,30 @@ def run_humanline(folder: Path, load: Workload, loss: str, more: str = "", check
         if loss == "grpo":
             flags += f" --group-size {load.batch} --sample-every 1 --max-new-tokens {load.new}"
             flags += f" --reward {folder}/reward.py:reward"
-        start = ["-c", ON_GPU, str(checkout)] if load is GPU else [str(checkout / "humanline.py")]
-        output, peak = run_and_measure([sys.executable, *start, *flags.split(), *more.split()], {})
-        if load is GPU:
-            peak = int(output.splitlines()[-1])
+        program = HUMANLINE.format(checkout=str(checkout))
+        peak = ask(sys.executable, program, flags=[*flags.split(), *more.split()])["peak"]
         lines = [json.loads(line) for line in Path(out, "run", "metrics.jsonl").read_text().splitlines()]
         saved = sum(file.stat().st_size for file in Path(out).glob("run/checkpoint/*/*"))
     seconds = [line["step_seconds"] for line in lines]
     return dict(seconds=seconds[WARMUP:], total=sum(seconds), peak=peak, saved=saved)
 
 
-TRL = """
-import json, os, random, resource, sys, time
-import torch
-from datasets import load_dataset
-from transformers import AutoTokenizer, TrainerCallback
-import trl
-folder, loss, load = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-seconds = []
-class Clock(TrainerCallback):
-    def on_step_begin(self, *_, **__):
-        self.start = time.perf_counter()
-    def on_step_end(self, *_, **__):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - self.start)
-gpu = torch.cuda.is_available()
-settings = dict(output_dir=folder + "/trl", per_device_train_batch_size=load["batch"],
-                max_steps=load["steps"], report_to=[], save_strategy="no", logging_steps=1000,
-                use_cpu=not gpu, bf16=gpu or load["mixed"], gradient_checkpointing=False, disable_tqdm=True)
-rows = load_dataset("json", data_files=f"{folder}/{loss}.jsonl", split="train")
-common = dict(model=folder + "/model", train_dataset=rows,
-              processing_class=AutoTokenizer.from_pretrained(folder + "/model"), callbacks=[Clock()])
-if loss == "grpo":
-    settings |= dict(num_generations=load["batch"], max_completion_length=load["new"], beta=0.01)
-    if not load["mixed"]:
-        settings |= dict(generation_kwargs=dict(min_new_tokens=load["new"]))
-    score = lambda completions, **_: [random.random() for _ in completions]
-    trainer = trl.GRPOTrainer(**common, reward_funcs=score, args=trl.GRPOConfig(**settings))
-else:
-    if loss == "kto" and not hasattr(trl, "KTOTrainer"):
-        import trl.experimental.kto as trl
-    name = loss.upper()
-    args = getattr(trl, name + "Config")(**settings)
-    trainer = getattr(trl, name + "Trainer")(**common, ref_model=None, args=args)
-trainer.train()
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-if gpu:
-    peak = torch.cuda.max_memory_allocated() >> 20
-print(json.dumps(dict(seconds=seconds, peak=peak)))
-"""
-
-
 def run_trl(folder: Path, load: Workload, loss: str, python: str) -> dict:
     """Train with TRL on the same rows."""
-    output, _ = run_and_measure([python, "-c", TRL, str(folder), loss, json.dumps(vars(load))], {})
-    result = json.loads(output.splitlines()[-1])
-    return dict(seconds=result["seconds"][WARMUP:], peak=result["peak"])
+    result = ask(python, TRL, folder=str(folder), loss=loss, load=vars(load))
+    return result | dict(seconds=result["seconds"][WARMUP:])
+
+
+def in_turn(rounds: int, ways: dict[str, Callable[[], dict]]) -> dict[str, list[dict]]:
+    """Train in each way in turn, `rounds` times. On a GPU the first round is one more, which warms up and does not
+    count."""
+    runs = {name: [] for name in ways}
+    for number in range(rounds + IS_GPU):
+        for name, way in ways.items():
+            runs[name].append(way())
+            if number < IS_GPU:
+                runs[name].clear()
+    return runs
 
 
 def real_rows(folder: Path, count: int) -> str:
@@ -220,6 +258,7 @@ def write_real_workload(folder: Path, load: Workload, real: str) -> Workload:
     """Write `real_rows` as dialogues for each loss. Returns the workload with the dimensions of the real
     model."""
     from transformers import AutoConfig
+    folder.mkdir()
     (folder / "model").symlink_to(Path(real).resolve())
     real_rows(folder, load.batch * load.steps)
     pairs = [json.loads(line) for line in (folder / "real.jsonl").read_text().splitlines()]
@@ -246,10 +285,8 @@ def lora(folder: Path, load: Workload, real: str | None, rounds: int) -> None:
     common = f"--model {real or DEMO} --data {data} --save-every {load.steps}"
     ways = {"all weights, --sync-k 1": "--sync-k 1", "--lora 16 --sync-k 1": "--lora 16 --sync-k 1",
             "--lora 16 --no-humanline": "--lora 16 --no-humanline"}
-    runs = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, flags in ways.items():
-            runs[name].append(run_humanline(folder, load, "dpo", f"{common} {flags}"))
+    train = lambda flags: run_humanline(folder, load, "dpo", f"{common} {flags}")
+    runs = in_turn(rounds, {name: partial(train, flags) for name, flags in ways.items()})
     rows = [[f"DPO, batches of {load.batch}", "step", "peak MiB", "checkpoint MiB"]]
     of = {key: {name: median(runs[name], key) for name in ways} for key in ("seconds", "peak", "saved")}
     for name in ways:
@@ -322,10 +359,8 @@ def against(folder: Path, load: Workload, losses: list[str], rounds: int, checko
     """Compare this humanline.py with that of another checkout, in alternating runs."""
     rows = [["step", "old", "new", "new / old", "old MiB", "new MiB"]]
     for loss in losses:
-        old, new = [], []
-        for _ in range(rounds):
-            old.append(run_humanline(folder, load, loss, "--sync-k 1", checkout))
-            new.append(run_humanline(folder, load, loss, "--sync-k 1"))
+        train = partial(run_humanline, folder, load, loss, "--sync-k 1")
+        old, new = in_turn(rounds, {"old": partial(train, checkout), "new": train}).values()
         ratio = median(new) / median(old)
         rows.append([loss.upper(), f"{median(old):.3f} s", f"{median(new):.3f} s", f"{ratio:.3f}",
                      f"{median(old, 'peak'):.0f}", f"{median(new, 'peak'):.0f}"])
@@ -333,27 +368,33 @@ def against(folder: Path, load: Workload, losses: list[str], rounds: int, checko
 
 
 def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: str | None) -> None:
-    dtype = torch.bfloat16 if load is GPU or load.mixed else torch.float32
-    rate = matmul_rate("cuda" if load is GPU else "cpu", dtype)
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, "
-          f"matrix multiplication {rate / 1e9:,.0f} GFLOP/s in {dtype}")
+    dtype = torch.bfloat16 if IS_GPU or load.mixed else torch.float32
+    rate = matmul_rate("cuda" if IS_GPU else "cpu", dtype)
+    device = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    if IS_GPU:
+        device = torch.cuda.get_device_name()
+    print(f"{device}, matrix multiplication {rate / 1e9:,.0f} GFLOP/s in {dtype}")
     rows = [["step", "humanline.py", "TRL", "times faster", "humanline.py MiB", "TRL MiB", "memory ratio",
              "of the matmul rate"]]
     for loss in losses:
-        own_runs, trl_runs = [], []
-        for _ in range(rounds):
-            own_runs.append(run_humanline(folder, load, loss, "--sync-k 1"))
-            if python:
-                trl_runs.append(run_trl(folder, load, loss, python))
-        share = f"{operations(folder, load, loss) / median(own_runs) / rate:.0%}" if loss != "grpo" else "–"
-        seconds, peak = median(own_runs), median(own_runs, "peak")
-        trl_time = trl_memory = ["–", "–"]
-        if trl_runs:
-            trl_seconds, trl_peak = median(trl_runs), median(trl_runs, "peak")
-            trl_time = [f"{trl_seconds:.3f} s", f"{trl_seconds / seconds:.2f}"]
-            trl_memory = [f"{trl_peak:.0f}", f"{peak / trl_peak:.2f}"]
-        rows.append([loss.upper(), f"{seconds:.3f} s", *trl_time, f"{peak:.0f}", *trl_memory, share])
-        print(*rows[-1], sep=", ", file=sys.stderr, flush=True)  # progress; the table is printed at the end
+        train = partial(run_humanline, folder, load, loss)
+        ways = {loss.upper(): partial(train, "--sync-k 1")}
+        if IS_GPU:
+            ways[f"{loss.upper()}, eager"] = partial(train, "--sync-k 1 --no-compile")
+        if python:
+            ways["TRL"] = partial(run_trl, folder, load, loss, python)
+        own_runs = in_turn(rounds, ways)
+        trl_runs = own_runs.pop("TRL", None)
+        for name, runs in own_runs.items():
+            share = f"{operations(folder, load, loss) / median(runs) / rate:.0%}" if loss != "grpo" else "–"
+            seconds, peak = median(runs), median(runs, "peak")
+            trl_time = trl_memory = ["–", "–"]
+            if trl_runs:
+                trl_seconds, trl_peak = median(trl_runs), median(trl_runs, "peak")
+                trl_time = [f"{trl_seconds:.3f} s", f"{trl_seconds / seconds:.2f}"]
+                trl_memory = [f"{trl_peak:.0f}", f"{peak / trl_peak:.2f}"]
+            rows.append([name, f"{seconds:.3f} s", *trl_time, f"{peak:.0f}", *trl_memory, share])
+            print(*rows[-1], sep=", ", file=sys.stderr, flush=True)  # progress; the table is printed at the end
     table(rows)
 
 
@@ -363,11 +404,10 @@ def overhead(folder: Path, load: Workload, losses: list[str], rounds: int) -> No
     step."""
     rows = [["run", "without humanline", "with", "ratio of medians"]]
     for loss in losses:
-        plain, humanline_runs = [], []
-        for _ in range(rounds):
-            plain.append(run_humanline(folder, load, loss, "--no-humanline"))
-            humanline_runs.append(run_humanline(folder, load, loss, "--sync-k 1 --perception clip"))
-        a, b = median(plain, "total"), median(humanline_runs, "total")
+        train = partial(run_humanline, folder, load, loss)
+        runs = in_turn(rounds, {flags: partial(train, flags)
+                                for flags in ("--no-humanline", "--sync-k 1 --perception clip")})
+        a, b = (median(of_way, "total") for of_way in runs.values())
         rows.append([loss.upper(), f"{a:.2f} s", f"{b:.2f} s", f"{b / a:.3f}"])
     table(rows)
 
@@ -375,10 +415,9 @@ def overhead(folder: Path, load: Workload, losses: list[str], rounds: int) -> No
 def online(folder: Path, load: Workload, rounds: int) -> None:
     """Compare GRPO with humanline on completions in the data with GRPO that samples as many of the same
     length."""
-    offline, drawn = [], []
-    for _ in range(rounds):
-        offline.append(run_humanline(folder, load, "grpo-offline", "--sync-k 1"))
-        drawn.append(run_humanline(folder, load, "grpo", "--no-humanline"))
+    train = partial(run_humanline, folder, load)
+    offline, drawn = in_turn(rounds, {"offline": partial(train, "grpo-offline", "--sync-k 1"),
+                                      "online": partial(train, "grpo", "--no-humanline")}).values()
     table([["GRPO step", "offline, humanline", "online", "times"],
            [f"completions of {load.new} tokens", f"{median(offline):.3f} s", f"{median(drawn):.3f} s",
             f"{median(drawn) / median(offline):.2f}"]])
@@ -394,12 +433,12 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
     import humanline
     from transformers import GenerationConfig
 
-    device = torch.device("cuda" if load is GPU and torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if IS_GPU else "cpu")
     new = 28 if real else load.new
     config = humanline.Config(model=real or str(folder / "model"), max_new_tokens=new, compile=False,
                               dtype="bfloat16" if device.type == "cuda" else "auto" if real else "float32")
     policy = humanline.load_policy(config, device)[0].eval()
-    chance, count = random.Random(0), 256 if load is GPU else 32 if real else 16
+    chance, count = random.Random(0), 32 if real else 256 if IS_GPU else 16
     lengths = [37 if real else chance.randint(load.prompt // 2, load.prompt) for _ in range(count)]
     prompts = [chance.choices(range(10, policy.config.vocab_size), k=length) for length in lengths]
     prompts = [prompts[i - i % 8] for i in range(count)] if real else prompts
@@ -440,13 +479,13 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
     table(rows)
 
 
-def main(what: Literal["steps", "overhead", "online", "decoding", "lora"] = "steps",
+def main(what: list[Literal["steps", "overhead", "online", "decoding", "lora"]] = ["steps"],
          losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None,
          old: Path | None = None, gpu: bool = False, train_steps: int = 8, real: str | None = None) -> None:
-    """Run a benchmark and print a table.
+    """Run benchmarks and print a table of each.
 
     Args:
-        what: the benchmark; see the top of this file.
+        what: the benchmarks; see the top of this file.
         losses: any of dpo, kto and grpo.
         rounds: number of runs of each program, in turn.
         trl_python: a Python with TRL. Default: this Python, if TRL is installed.
@@ -455,27 +494,27 @@ def main(what: Literal["steps", "overhead", "online", "decoding", "lora"] = "ste
         train_steps: steps per run; the first two are not counted.
         real: folder of a real model, for steps, decoding and lora. Default: a random model, or the demo.
     """
-    global GPU
-    GPU = replace(GPU, steps=train_steps)
-    load = GPU if gpu else Workload(steps=train_steps)
-    load = replace(load, new=256) if what == "online" else load
+    load = replace(GPU if gpu else Workload(), steps=train_steps)
     if trl_python is None:
         with contextlib.suppress(ImportError):
             import trl  # noqa: F401
 
             trl_python = sys.executable
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        if what == "steps" and real:
-            load = write_real_workload(folder, load, real)
-        else:
-            write_workload(folder, load)
-        {"lora": lambda: lora(folder, load, real, rounds),
-         "online": lambda: online(folder, load, rounds),
-         "decoding": lambda: decoding(folder, load, rounds, real),
-         "steps": lambda: against(folder, load, losses, rounds, old) if old else steps(
-             folder, load, losses, rounds, trl_python),
-         "overhead": lambda: overhead(folder, load, losses, rounds)}[what]()
+        for kind in what:
+            of_kind = replace(load, new=256) if kind == "online" else load
+            is_real = kind == "steps" and real is not None
+            folder = Path(temporary, f"{is_real}-{of_kind.new}")
+            if is_real:
+                of_kind = write_real_workload(folder, load, real)
+            elif not folder.exists():
+                write_workload(folder, of_kind)
+            {"lora": lambda: lora(folder, of_kind, real, rounds),
+             "online": lambda: online(folder, of_kind, rounds),
+             "decoding": lambda: decoding(folder, of_kind, rounds, real),
+             "steps": lambda: against(folder, of_kind, losses, rounds, old) if old else steps(
+                 folder, of_kind, losses, rounds, trl_python),
+             "overhead": lambda: overhead(folder, of_kind, losses, rounds)}[kind]()
 
 
 if __name__ == "__main__":

@@ -244,7 +244,9 @@ def load(file: str, flags: list[str], ranks: int = 1) -> tuple[Module, Config]:
     is_fake = active_fake_mode() is not None
 
     def from_pretrained(name, *, dtype, attn_implementation, **_):
-        model = AutoModelForCausalLM.from_config(sizes, dtype=dtype, attn_implementation=attn_implementation)
+        with device:  # a GPU draws weights faster
+            model = AutoModelForCausalLM.from_config(
+                sizes, dtype=dtype, attn_implementation=attn_implementation)
         return model, dict(unexpected_keys=[], missing_keys=[])
 
     sharding = "--shard" if ranks > 1 else "--no-shard"
