@@ -1927,7 +1927,8 @@ class FunctionProcess:
         path, name, settings, trainer = self.path, self.name, self.settings, os.getpid()
 
         def end_with_trainer():
-            psutil.Process(trainer).wait()
+            while os.getppid() == trainer:  # not until its pid is free: its parent may wait for us
+                time.sleep(0.5)
             for child in psutil.Process().children(recursive=True):
                 child.kill()
             os._exit(1)

@@ -364,12 +364,12 @@ import humanline, torch
 config = humanline.Config(reward="{user_files}/light-weight.py:trouble", reward_seconds=500.0)
 humanline.Reward(config)([[]], ["hang"], [{{}}])
 """
-    trainer = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT)
+    trainer = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stderr=subprocess.PIPE)
     while not (user_files / "pids").exists() or not (user_files / "pids").read_text():
         assert trainer.poll() is None
         time.sleep(0.05)
-    trainer.kill()
-    trainer.wait()
+    trainer.kill()  # it stays a zombie: `communicate` waits for the end of stderr first, which its child has open
+    trainer.communicate(timeout=60)
     assert all(gone(int(pid)) for pid in (user_files / "pids").read_text().split())
 
 
