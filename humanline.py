@@ -1927,7 +1927,7 @@ class FunctionProcess:
         path, name, settings, trainer = self.path, self.name, self.settings, os.getpid()
 
         def end_with_trainer():
-            while os.getppid() == trainer:  # not until its pid is free: its parent may wait for us
+            while os.getppid() == trainer:  # a killed trainer may stay a zombie, with its pid
                 time.sleep(0.5)
             for child in psutil.Process().children(recursive=True):
                 child.kill()

@@ -198,7 +198,7 @@ def ask(python: str, program: str, **task) -> dict:
     answer = process.stdout.readline()
     if not answer:
         errors.seek(0)
-        raise SystemExit(f"{program}{task} failed:\n{errors.read()[-2000:]}")
+        raise SystemExit(f"{task} failed:\n{errors.read()[-2000:]}")
     if not IS_GPU:
         process.communicate()
     return json.loads(answer)
@@ -230,8 +230,8 @@ def run_trl(folder: Path, load: Workload, loss: str, python: str) -> dict:
 
 
 def in_turn(rounds: int, ways: dict[str, Callable[[], dict]]) -> dict[str, list[dict]]:
-    """Train in each way in turn, `rounds` times. On a GPU the first round is one more, which warms up and does not
-    count."""
+    """Train in each way in turn, `rounds` times. On a GPU, one more round comes first, which warms up and does
+    not count."""
     runs = {name: [] for name in ways}
     for number in range(rounds + IS_GPU):
         for name, way in ways.items():
