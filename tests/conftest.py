@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,10 @@ from bases import character_tokenizer
 from humanline import Batch, Sequence
 
 torch.set_num_threads(1)  # the tensors are so small that more threads would only wait
+# Tests that run in the background would hand their ignored signals on to the runs that they stop.
+for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def pytest_addoption(parser):
