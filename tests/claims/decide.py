@@ -60,17 +60,17 @@ class Compared:
         runs = [real.Run(self.task, self.loss, form, lr, k, seed) for seed in real.TUNING_SEEDS]
         return fmean(self.known[run]["validation"][-1] for run in runs)
 
-    def rewards(self, model: str, *forms: str) -> list[np.ndarray]:
-        """Test rewards of the final model ("test") or of the best checkpoint ("best"), over the seeds that all these
-        forms have; none if there is no such seed."""
+    def rewards(self, model: str, *forms: str, what: str = "reward") -> list[np.ndarray]:
+        """Test rewards of the final model ("test") or of the best checkpoint ("best"), or another of real.MEASURES, over
+        the seeds that all these forms have; none if there is no such seed."""
         tests = [self.tests.get(form, {}) for form in forms]
         common = sorted(set.intersection(*map(set, tests)))
         if not common:
             return []
-        return [np.array([runs[seed][model]["reward"] for seed in common]) for runs in tests]
+        return [np.array([runs[seed][model][what] for seed in common]) for runs in tests]
 
-    def compare(self, form: str, other: str) -> dict | None:
-        rewards = self.rewards("test", form, other)
+    def compare(self, form: str, other: str, what: str = "reward") -> dict | None:
+        rewards = self.rewards("test", form, other, what=what)
         return compare(*rewards, margin=PARITY) if rewards and form != other else None
 
     def share(self, model: str, form: str) -> list[float] | None:

@@ -129,12 +129,12 @@ class Stored:
                     said.append(f'{place} {sample["reward"]:.2f}: "{words}"')
                 yield f"- {self.loss.upper()}, {self.task}, {name}: {'; '.join(said)}"
 
-def rewards_of(*runs: Runs) -> tuple[list[np.ndarray], np.ndarray]:
+def rewards_of(*runs: Runs, what: str = "reward") -> tuple[list[np.ndarray], np.ndarray]:
     """Rewards at the end over the seeds that all have, and which of them are paired: of one device for each seed."""
     common = sorted(set.intersection(*map(set, runs)))
     devices = np.array([[some[seed]["device"] for some in runs] for seed in common])
     paired = (devices[:, :, None] == devices[:, None, :]).all(0)
-    return [np.array([some[seed][f"reward {STEPS[-1]}"] for seed in common]) for some in runs], paired
+    return [np.array([some[seed][f"{what} {STEPS[-1]}"] for seed in common]) for some in runs], paired
 
 def steps_of(runs: list[dict]) -> list[int]:
     """The steps at which all these runs were measured."""
@@ -169,10 +169,10 @@ draw different data (*not paired*). *Online's reward there*: that of the online 
 interpolated between two measurements. *Distinct pairs*: different pairs of neighbouring words, as a share of all.
 Seconds are wall-clock, beside what else ran. A form that is written as flags is gone from the program."""
 
-def compare_runs(runs: Runs, other: Runs) -> dict | None:
+def compare_runs(runs: Runs, other: Runs, what: str = "reward") -> dict | None:
     if runs is other or not runs.keys() & other.keys():
         return None
-    rewards, paired = rewards_of(runs, other)
+    rewards, paired = rewards_of(runs, other, what=what)
     return compare(*rewards, paired=bool(paired.all()))
 
 def share_of(cell: Stored, runs: Runs) -> list[float] | None:
