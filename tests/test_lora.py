@@ -1,13 +1,12 @@
 """LoRA: adapters on a frozen base model, with a moving reference. Skipped if peft is not installed."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, metrics, random_batch, timeless
+from conftest import metrics, random_batch, timeless
 from safetensors.torch import load_file
 from test_command_line import complaint
 from test_models import folder, full_logits_logps, load, own_rows, some_sequences  # noqa: F401  (a fixture)
@@ -125,18 +124,6 @@ def test_the_final_folder_is_a_peft_folder_that_merges_to_the_same_model(run, tm
     assert torch.allclose(theirs(ids).logits, whole(ids).logits, rtol=0, atol=1e-4)
     with theirs.disable_adapter():
         assert (theirs(ids).logits - whole(ids).logits).abs().max() > 0.01
-
-
-def test_merging_as_in_the_readme_gives_a_folder_that_training_and_eval_accept(
-        run, tmp_path, data_files, monkeypatch, capsys):
-    run(f"{LORA} --steps 1", out=str(tmp_path / "runs" / "mine"))
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    [code] = [block for block in blocks if "merge_and_unload" in block]
-    exec(code, {})
-    run("--steps 1 --batch-size 4", flags=["--model", "merged", "--data", data_files["groups"]])
-    flags = f"show --model merged --data {data_files['prompts']} --prompts 2 --max-new-tokens 3"
-    assert evaluation.main(flags.split()) == 0, capsys.readouterr().err
 
 
 def test_a_peft_folder_is_merged_on_load_and_can_be_evaluated(run, tmp_path, data_files, tiny, capsys):
