@@ -5,7 +5,7 @@ An implementation of "Humanline: Online Alignment as Perceptual Loss" (arXiv 250
   python humanline.py                                      # train the tiny model that ships in configs/demo
   python humanline.py --loss grpo --sync-k 12              # sync the reference every 12 steps
   python humanline.py --no-humanline --no-positive-only    # the baseline: plain GRPO
-  python humanline.py --no-humanline --sample-every 1      # online: draw new completions at every step
+  python humanline.py --no-humanline --no-positive-only --sample-every 1     # the same, online
   python humanline.py --loss dpo --no-positive-only --sync-k 128 --lr 2e-4   # pairs of best and worst samples
 
 With your own model and data (the README shows the rows), on one GPU, on eight, and after an interruption:
@@ -189,7 +189,7 @@ class Config:
     lr: float | None = None  # Peak learning rate of AdamW. Default: 1e-6, or 1e-5 with --lora.
     warmup: float = 0.1  # Fraction of steps of linear warmup; the learning rate is constant afterwards.
     weight_decay: float = 0.0  # Weight decay of AdamW.
-    adam_eps: float = 1e-8  # Epsilon of AdamW. The authors' scripts use 1e-5.
+    adam_eps: float = 1e-8  # Epsilon of AdamW.
     max_grad_norm: float = 1.0  # Clip the norm of the gradient to this value.
     max_length: int | None = None
     """Maximum length of prompt + completion in tokens; longer examples are dropped (online: prompts that
@@ -198,7 +198,7 @@ class Config:
     microbatch_tokens: int = 16384
     """Token budget for one forward and backward pass, padding included. Lower it if memory runs out: it does
     not change the result."""
-    compile: bool = torch.cuda.is_available()  # Compile the layers with torch.compile. Default: on a GPU.
+    compile: bool = torch.cuda.is_available()  # Use torch.compile on the layers; the default on a GPU.
     shard: bool = False
     """Shard weights, gradients and optimizer state over the ranks (FSDP2). While sampling, each rank holds
     the whole model."""

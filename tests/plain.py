@@ -2,7 +2,7 @@
 
   python tests/plain.py                                   # GRPO, humanline, offline, on better completions alone
   python tests/plain.py --loss dpo --no-positive-only --lr 2.5e-5
-  python tests/plain.py --loss kto --perception none      # the sync alone
+  python tests/plain.py --loss kto --no-positive-only --perception none     # the sync alone
   python tests/plain.py --no-humanline --no-positive-only --sample-every 1  # plain GRPO, online
 
 Start with `train` and `mean_loss`; equations as in arXiv 2509.24207. humanline.py computes the same faster:
