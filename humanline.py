@@ -40,7 +40,7 @@ weights, images, tools, and several turns within one rollout.
 #     "datasets>=4.0,<6",
 #     "tqdm>=4.66",
 #     "tyro>=1.0,<2",
-#     "loky>=3.5,<4",
+#     "loky>=3.7,<4",
 #     "psutil>=5.9",
 #     "math-verify>=0.8,<1",
 # ]
@@ -842,11 +842,13 @@ class Run:
             first += load_checkpoint(self.checkpoint, optimizer, reference)
             if sampler.reward:
                 sampler.reward.worked = True  # it did, before the checkpoint
+        self.track = None
+        if config.track:  # a logger cannot be sent to other ranks; an error can
+            from_first_rank(lambda: setattr(self, "track", start_tracker(config, self.out)))
         if RANK == 0:
             for path in (self.out / "checkpoint").glob("step-*"):  # damaged or outdated
                 if not self.checkpoint or path.name > self.checkpoint.name:
                     shutil.rmtree(path)
-            self.track = start_tracker(config, self.out) if config.track else None
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
             for file in map(self.out.joinpath, LOG_FILES):
                 if file.exists() and not self.checkpoint:
@@ -1158,6 +1160,8 @@ def shard(policy: Module, layers: list[Module], device: torch.device, config: Co
 @torch.no_grad()
 def check_output_head(policy: Module, config: Config) -> None:
     """Raises UserError unless `log_probs` agrees with the log-softmax of the model's own logits."""
+    name = f"--model {config.model}"
+    require(policy.base_model is not policy, f"{name}: its class does not name its body (base_model_prefix)")
     ids = torch.arange(8, device=policy.device)[None] % policy.config.get_text_config().vocab_size
     sequence = Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
@@ -1166,7 +1170,6 @@ def check_output_head(policy: Module, config: Config) -> None:
     theirs = logits[:, :-1].float().log_softmax(-1)
     theirs = theirs.gather(2, ids[:, 1:, None])[..., 0]
     tolerance = 0.005 if policy.dtype == torch.float32 and not config.is_mixed else 0.05
-    name = f"--model {config.model}"
     require(logits.isfinite().all(), f"{name}: its logits or its weights contain NaN or infinity")
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
             f"{name}: its logits are not hidden states times output embeddings, which token_logps requires, "
@@ -1286,8 +1289,8 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     A `prompt` comes with `completions` and `scores`, with `chosen` and `rejected`, with `completion` and
     `label`, or alone, to be sampled from. Answers may be whole dialogues, whose common turns are the prompt.
     Returns None if the dialogues differ in more than their last turn."""
-    fields = {name: value for name, value in fields.items() if value is not None}  # None fills gaps
-    columns = {COLUMN_NAMES.get(name, name): value for name, value in fields.items()} | fields
+    known = {name: value for name, value in fields.items() if value is not None}  # None fills gaps
+    columns = {COLUMN_NAMES.get(name, name): value for name, value in known.items()} | known
     answers, rewards = find_answers(columns, where)
     row = Row(where, [], fields, rewards=rewards)
     row.labelled = len(answers) == 1 and "label" in columns
@@ -1306,6 +1309,9 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
         if not split_answers(row, dialogues):
             return None
     require(row.prompt, f"{where}: no 'prompt'; every row needs one")
+    require(row.prompt[-1]["role"] != "assistant",
+            f"{where}: the prompt ends with an answer, which is not continued; remove its last message")
+    require("tools" not in columns, f"{where}: 'tools' are not read; remove the column")
     if config.prompt_template is not None and not row.tokens:  # the prompt of a rollout has it already
         columns["prompt"] = row.prompt[-1]["content"]
         with explained(f"{where}: --prompt-template", "name columns of the rows"):
@@ -1346,9 +1352,10 @@ def read_messages(value: Any, role: str, where: str) -> list[dict]:
         is_dialogue = re.match(r"(?s)\s*\[\s*\{.*['\"]role['\"]:\s*['\"](system|user|assistant)", value)
         require(not is_dialogue, f"{where}: chat messages inside a string; save the rows as JSON lines")
         before, *parts = re.split(r"\n\n(Human|Assistant): ?", value)
-        if role == "assistant" and not before.strip() and len(parts) > 2:
+        is_open = role == "user" and parts[-2:-1] == ["Assistant"] and not parts[-1].strip()
+        if not before.strip() and (is_open or role == "assistant" and len(parts) > 2):
             roles = dict(Human="user", Assistant="assistant")
-            turns = zip(parts[::2], parts[1::2])
+            turns = [*zip(parts[::2], parts[1::2])][: -1 if is_open else None]
             return [dict(role=roles[who], content=text.strip()) for who, text in turns]
         value = [dict(role=role, content=value)]
     messages = []
@@ -1623,7 +1630,7 @@ class Sampler:
         name = self.config.reward
         columns = NEEDED_COLUMNS.get(name) if self.reward else None
         for row in rows if columns else ():
-            require(row.fields.keys() & columns,
+            require(any(row.fields.get(column) is not None for column in columns),
                     f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
 
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
@@ -1915,7 +1922,7 @@ class FunctionProcess:
         self.start()
 
     def start(self) -> None:
-        self.pool = ProcessPoolExecutor(1)
+        self.pool = ProcessPoolExecutor(1, env={"LOKY_MAX_MEMORY_LEAK_SIZE": "1e18"})  # never replace it
         self.run(300)  # load the file
 
     def __call__(self, *arguments: Any) -> list:
@@ -2618,6 +2625,10 @@ def parse_config(argv: list[str]) -> Config:
     for flag in parts:
         needed = "clip" if "eps" in flag else "sample" if re.search("gamma|beta", flag) else config.perception
         require(config.perception == needed, f"{flag} needs --perception {needed}")
+    for flag, needed, is_read in (
+            ("--lora-alpha", "--lora", config.lora),
+            ("--reward-args", "--reward FILE.py:function", config.reward != "exact")):
+        require(flag not in typed or is_read, f"{flag} needs {needed}")
     return config
 
 def does_read(loss: str, setting: str) -> bool:
@@ -2743,7 +2754,8 @@ def describe(run: Run, first: int) -> None:
 def last_line(run: Run) -> str:
     """One sentence about the result."""
     if run.stopped_at:
-        words = ["python", sys.argv[0], "--config", run.out / "config.toml", "--out", run.out,
+        start = ["torchrun", "--nproc_per_node", WORLD_SIZE] if WORLD_SIZE > 1 else ["python"]
+        words = [*start, sys.argv[0], "--config", run.out / "config.toml", "--out", run.out,
                  "--resume", "latest"]
         return (f"stopped after step {run.stopped_at} of {run.batches.steps}; continue with: "
                 f"{shlex.join(map(str, words))}")

@@ -125,6 +125,10 @@ PUBLISHED = {  # name: (row, prompt, completions, rewards)
         {"chosen": f"{START} Quite.", "rejected": f"{START} No."},
         [HI, assistant("Hello!"), user("Old?")],
         ["Quite.", "No."], [1.0, 0.0]),
+    "HH-RLHF with its prompt": (
+        {"prompt": START, "chosen": " Quite.", "rejected": " No.", "source": None},
+        [HI, assistant("Hello!"), user("Old?")],
+        [" Quite.", " No."], [1.0, 0.0]),
     "TRL DPO conversational": (
         {"prompt": [SKY], "chosen": [BLUE], "rejected": [GREEN]},
         [SKY], ["Blue.", "Green."], [1.0, 0.0]),
@@ -213,8 +217,13 @@ def test_a_part_of_a_message_that_would_be_lost_is_refused():
         read(dict(prompt="2+2?", chosen=[thought], rejected="5"))
 
     nothing = question | dict(tool_calls=None)
-    row = read(dict(prompt=[nothing], chosen="4", rejected="5"))
+    row = read(dict(prompt=[nothing], chosen="4", rejected="5", tools=None))
     assert row.prompt == [question]
+
+    with pytest.raises(UserError, match="row 1: 'tools' are not read; remove the column"):
+        read(dict(prompt="2+2?", tools=[dict(name="add")]))
+    with pytest.raises(UserError, match="row 1: the prompt ends with an answer, which is not continued"):
+        read(dict(prompt=[question, assistant("It is")]))
 
 
 def test_feedback_files_of_halos_are_read(tmp_path):

@@ -123,6 +123,7 @@ def test_a_stopped_run_of_two_ranks_resumes_on_one(tiny, data_files, varied, tmp
     process.send_signal(signal.SIGTERM)
     output, error = process.communicate(timeout=60)
     assert list((out / "checkpoint").glob("step-*")), error[-2000:]
+    assert "continue with: torchrun --nproc_per_node 2 " in output
     humanline.main([*flags, "--out", str(out), "--resume", "latest"])
     agree(whole, out)
 

@@ -277,13 +277,23 @@ MIXED = ["2024-01-08", "2024-01-08T00:00:00Z", 5, 2.5, 5.0, "5", "007", 12345678
          [1, "2"], {"b": 1.0, "a": 2}]
 
 def test_a_reward_gets_the_values_of_a_row_as_they_are_written(tiny, user_files, tmp_path):
-    rows = [{"prompt": "a", "answer": answer, "written": repr(answer)} for answer in MIXED
-            if answer is not None]
+    rows = [{"prompt": "a", "answer": answer, "written": repr(answer)} for answer in MIXED]
     path, out = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out"
     flags = (f"--model {tiny} --data {path} --reward {user_files}/light-weight.py:unchanged --sample-every 1 "
              f"--group-size 2 --batch-size {len(rows)} --steps 1 --max-new-tokens 2 --out {out}")
     humanline.train(humanline.parse_config(flags.split()))
     assert metrics(out)[0]["reward"] == 1.0
+
+
+def test_a_function_that_loads_a_large_model_in_its_first_call_keeps_it(tmp_path):
+    (tmp_path / "large.py").write_text(
+        "import os, time\nkept = []\n"
+        "def score(prompts, completions, rows):\n"
+        "    kept.append(kept or os.urandom(4 * 10**8))\n"
+        "    time.sleep(1.1)\n"  # loky looks at the memory once a second
+        "    return [float(len(kept))]\n")
+    score = load(f"{tmp_path}/large.py:score")
+    assert [score([PROMPT], ["a"], [{}]) for _ in range(4)] == [[1.0], [2.0], [3.0], [4.0]]
 
 
 def test_a_function_may_return_an_array_or_numbers_of_any_kind(user_files):
@@ -550,7 +560,10 @@ def test_offline_training_loads_no_reward(run, tmp_path):
     run(f"--steps 2 --reward {tmp_path}/fails.py:f")
 
 
-@pytest.mark.parametrize("flag", ["--reward-seconds 0"])
-def test_a_bad_setting_of_rewards_gives_a_one_line_error(flag):
-    with pytest.raises(UserError, match=f"{flag.split()[0]} is .*; it must be from"):
-        humanline.parse_config(flag.split())
+@pytest.mark.parametrize("flags, says", [
+    ("--reward-seconds 0", "--reward-seconds is .*; it must be from"),
+    ("--reward-args {}", "--reward-args needs --reward FILE.py:function"),
+    ("--lora-alpha 8", "--lora-alpha needs --lora")])
+def test_a_bad_setting_of_rewards_or_adapters_gives_a_one_line_error(flags, says):
+    with pytest.raises(UserError, match=says):
+        humanline.parse_config(flags.split())
