@@ -351,8 +351,7 @@ def config_for(spec: str, flags: Settings, flag: str = "--model", fallback_run: 
         overrides[name] = getattr(flags, name, 1.0)
     for name, value in overrides.items():
         if value is not None:
-            values = value if isinstance(value, tuple) else [value]
-            args += [humanline.flag_of(name), *map(str, values)]
+            args.append(f"{humanline.flag_of(name)}={value}")
     return humanline.parse_config(args)
 
 def run_flags(run: Path) -> list[str]:
@@ -381,13 +380,10 @@ def configs_with_one_reward(flags: Accuracy | Show) -> list[Config]:
 
 def load(spec: str, config: Config, rewarded: bool = True) -> Sampler:
     """Load a model into the trainer's sampler: policy, tokenizer and, if `rewarded`, the reward."""
-    training_only = {
-        field.name: field.default
-        for field in dataclasses.fields(Config)
-        if field.name in ("shard", "group_size") or field.name.startswith("lora")
-    }
     reward = config.reward if rewarded else "exact"  # exact needs no loading
-    config = dataclasses.replace(config, **training_only, sample_every=1, reward=reward)
+    config = dataclasses.replace(
+        config, lora=0, shard=False, compile=False, sample_every=1, group_size=8, reward=reward
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy, tokenizer = humanline.load_policy(config, device)
     sampler = Sampler(policy, tokenizer, config)
@@ -406,8 +402,7 @@ def data_to_evaluate(flags: Accuracy | Show | Winrate, config: Config) -> str:
 
 def read_rows(data: str, config: Config) -> list[Row]:
     """Read the rows of --data. Raises UserError if there are none."""
-    with humanline.explained(f"--data {data}", "check the path or the name of the data set"):
-        return humanline.read_rows(data, config, "--data")
+    return humanline.read_rows(data, config, "--data")
 
 def encode(sampler: Sampler, rows: list[Row], offline: bool) -> list[Group]:
     """Encode rows as the trainer does: with their completions if `offline`, else as prompts to sample
@@ -658,7 +653,7 @@ def show_completions(flags: Show) -> None:
         if (
             flags.reward is None
             and config.reward == Config.reward
-            and any("answer" not in row.fields for row in rows)
+            and any(row.fields.get("answer") is None for row in rows)
         ):
             sampler.reward = None  # there is no answer to compare with
         groups = encode(sampler, rows, offline=False)[: flags.prompts]
@@ -676,7 +671,7 @@ def show_completions(flags: Show) -> None:
         same_prompt = len(set(texts)) == 1  # prompts differ between runs with different prompt formats
         if same_prompt:
             print(printable(texts[0]))
-        if "answer" in rows[row].fields:
+        if rows[row].fields.get("answer") is not None:
             print(f"(answer: {printable(str(rows[row].fields['answer']))})")
         lines = [] if same_prompt else [[f"({text})" for text in texts]]
         for side_by_side in zip(*(by_row[row] for by_row in completions)):
@@ -1356,8 +1351,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
         return 2
-    except (OSError, MemoryError) as error:
-        print(f"eval.py: stopped: {error}", file=sys.stderr)
+    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+        print(f"eval.py: stopped: {str(error).splitlines()[0]:.200}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("eval.py: stopped", file=sys.stderr)
