@@ -806,8 +806,7 @@ class Run:
         config = self.config
         held_out = read_rows(config.eval_data, config, "--eval-data") if config.eval_data else []
         self.eval_rows = held_out[: config.eval_prompts]
-        seen = {str(row.prompt) for row in rows}
-        seen &= {str(row.prompt) for row in self.eval_rows}
+        seen = {str(row.prompt) for row in rows} & {str(row.prompt) for row in self.eval_rows}
         if seen:
             warn(f"--eval-data: {len(seen)} of its prompts are also in --data")
         # Must be the same on resume.
@@ -1067,7 +1066,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
                     f"--template-values: {name} has no template")
             with explained("--template-values", "pass JSON, such as '{\"enable_thinking\": false}'"):
                 values = dict(json.loads(config.template_values or "{}"))
-            values.setdefault("date_string", "26 Jul 2024")  # fixed, so that resuming on another day is exact
+            values.setdefault("date_string", DATE)
             tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
             policy = load_weights(config, device)
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence "
@@ -1311,7 +1310,7 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     require(row.prompt, f"{where}: no 'prompt'; every row needs one")
     require(row.prompt[-1]["role"] != "assistant",
             f"{where}: the prompt ends with an answer, which is not continued; remove its last message")
-    require("tools" not in columns, f"{where}: 'tools' are not read; remove the column")
+    require(not columns.get("tools"), f"{where}: 'tools' are not read; remove the column")
     if config.prompt_template is not None and not row.tokens:  # the prompt of a rollout has it already
         columns["prompt"] = row.prompt[-1]["content"]
         with explained(f"{where}: --prompt-template", "name columns of the rows"):
@@ -1462,6 +1461,8 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
             prompt.pop()
     return encoded
 
+DATE = "26 Jul 2024"  # in templates that write today's, so that resuming on another day is exact
+
 # Templates for models without one: for plain texts, and for dialogues.
 PLAIN = ("{% for turn in messages %}{{ '\n\n' if not loop.first and turn.role != 'assistant' }}"
          "{{ turn.content }}{% endfor %}")
@@ -1471,7 +1472,9 @@ TRANSCRIPT = ("{{ bos_token }}{% for turn in messages %}{{ '\n\n' + dict(user='H
 
 def render(tokenizer: Any, dialogue: list[dict], **settings: Any) -> str:
     """Format a dialogue with the chat template."""
-    template = None if tokenizer.chat_template else PLAIN
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN
+    if "strftime_now" in template:
+        template = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}{template}"
     return tokenizer.apply_chat_template(dialogue, chat_template=template, tokenize=False, **settings)
 
 def place_answer(tokenizer: Any, row: Row, start: str, answer: str) -> str:
@@ -2508,7 +2511,7 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         before = state["settings"].get(name, value)
         require(name in FREE_ON_RESUME or value == before,
                 f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with its own "
-                "config.toml")
+                "config.toml, from the folder where it was started")
     require(state["data"] == batches.fingerprint,
             f"--resume {path}: --data, the weights or chat template of --model, or the file of --reward or "
             "--sampler have changed since; restore them")
@@ -2754,7 +2757,8 @@ def describe(run: Run, first: int) -> None:
 def last_line(run: Run) -> str:
     """One sentence about the result."""
     if run.stopped_at:
-        start = ["torchrun", "--nproc_per_node", WORLD_SIZE] if WORLD_SIZE > 1 else ["python"]
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", 1)
+        start = ["torchrun", "--nproc_per_node", ranks] if WORLD_SIZE > 1 else ["python"]
         words = [*start, sys.argv[0], "--config", run.out / "config.toml", "--out", run.out,
                  "--resume", "latest"]
         return (f"stopped after step {run.stopped_at} of {run.batches.steps}; continue with: "

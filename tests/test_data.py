@@ -217,7 +217,7 @@ def test_a_part_of_a_message_that_would_be_lost_is_refused():
         read(dict(prompt="2+2?", chosen=[thought], rejected="5"))
 
     nothing = question | dict(tool_calls=None)
-    row = read(dict(prompt=[nothing], chosen="4", rejected="5", tools=None))
+    row = read(dict(prompt=[nothing], chosen="4", rejected="5", tools=[]))
     assert row.prompt == [question]
 
     with pytest.raises(UserError, match="row 1: 'tools' are not read; remove the column"):
