@@ -1352,9 +1352,11 @@ def read_messages(value: Any, role: str, where: str) -> list[dict]:
         require(not is_dialogue, f"{where}: chat messages inside a string; save the rows as JSON lines")
         before, *parts = re.split(r"\n\n(Human|Assistant): ?", value)
         is_open = role == "user" and parts[-2:-1] == ["Assistant"] and not parts[-1].strip()
+        if is_open:
+            parts = parts[:-2]
         if not before.strip() and (is_open or role == "assistant" and len(parts) > 2):
             roles = dict(Human="user", Assistant="assistant")
-            turns = [*zip(parts[::2], parts[1::2])][: -1 if is_open else None]
+            turns = zip(parts[::2], parts[1::2])
             return [dict(role=roles[who], content=text.strip()) for who, text in turns]
         value = [dict(role=role, content=value)]
     messages = []
@@ -1461,7 +1463,7 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
             prompt.pop()
     return encoded
 
-DATE = "26 Jul 2024"  # in templates that write today's, so that resuming on another day is exact
+DATE = "26 Jul 2024"  # what templates get for today's date, so that resuming on another day is exact
 
 # Templates for models without one: for plain texts, and for dialogues.
 PLAIN = ("{% for turn in messages %}{{ '\n\n' if not loop.first and turn.role != 'assistant' }}"

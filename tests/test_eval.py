@@ -499,6 +499,16 @@ def test_the_command_line_works_as_typed(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", error)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nTried.")])
+def test_a_lack_of_memory_gives_one_line(tiny, data_files, monkeypatch, capsys, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(humanline, "load_policy", fail)
+    assert evaluation.main(["show", "--model", tiny, "--data", data_files["prompts"]]) == 1
+    assert re.fullmatch("eval.py: stopped: .*out of memory.?\n", capsys.readouterr().err)
+
+
 # --track, in humanline.py.
 
 

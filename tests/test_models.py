@@ -449,6 +449,12 @@ def test_template_arguments_reach_the_prompts(folder, tmp_path):
             load(model, template_values="a=1")
 
 
+def test_a_model_whose_class_does_not_name_its_body_is_refused(tiny, monkeypatch):
+    monkeypatch.setattr("transformers.LlamaForCausalLM.base_model_prefix", "body")
+    with pytest.raises(humanline.UserError, match="its class does not name its body"):
+        load(tiny)
+
+
 def test_a_template_that_writes_the_date_writes_the_same_date_every_day(folder, tmp_path):
     today = ("{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
              "Today is {{ date_string }}, {{ strftime_now('%d %b') }}.")  # as Llama 3.2 and SmolLM3 write it

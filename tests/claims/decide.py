@@ -61,7 +61,7 @@ class Compared:
         return fmean(self.known[run]["validation"][-1] for run in runs)
 
     def rewards(self, model: str, *forms: str, what: str = "reward") -> list[np.ndarray]:
-        """Test rewards of the final model ("test") or of the best checkpoint ("best"), or another of real.MEASURES, over
+        """One of real.MEASURES on the test prompts, of the final model ("test") or of the best checkpoint ("best"), over
         the seeds that all these forms have; none if there is no such seed."""
         tests = [self.tests.get(form, {}) for form in forms]
         common = sorted(set.intersection(*map(set, tests)))
