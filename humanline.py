@@ -36,7 +36,7 @@ weights, images, tools, and several turns within one rollout.
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0",
-#     "transformers>=5.17,<5.24",
+#     "transformers>=5.17,<5.25",
 #     "datasets>=4.0,<6",
 #     "tqdm>=4.66",
 #     "tyro>=1.0,<2",
@@ -53,6 +53,7 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -1759,7 +1760,7 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
         with (torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed),
               torch.compiler.set_stance("force_eager")):
             cache = prompt_cache(policy, ids, mask, config)
-            drawn = policy.generate(ids, attention_mask=mask, past_key_values=cache, synced_gpus=config.shard,
+            drawn = policy.generate(ids, attention_mask=mask, synced_gpus=config.shard, **cache,
                                     generation_config=settings, logits_processor=processors)
     finally:
         policy.train(was_training)
@@ -1789,29 +1790,32 @@ def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor, 
     logps.append((probs.gather(1, tokens) / total).log())
     return scores.fill_(-math.inf).scatter_(1, tokens, 0.0)
 
-def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> Any:
-    """Keys and values of all but the last token of (N, T) prompts, computed once for equal neighbours.
-    Returns None if no neighbours are equal, with FSDP, or if prompts cannot be shared. If completions cannot
-    be longer than the prompts, the cache is allocated at full length, in the dtype of the matrix products:
-    that costs less than a cache that grows with each token."""
+def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> dict[str, Any]:
+    """Keys and values of all but the last token of (N, T) prompts, computed once for equal neighbours, as an
+    argument of `generate`. Returns {} if no neighbours are equal, with FSDP, or if prompts cannot be shared.
+    If completions cannot be longer than the prompts, the cache is allocated at full length, in the dtype of
+    the matrix products: that costs less than a cache that grows with each token."""
     from transformers import DynamicCache, StaticCache
     different, index = torch.cat([ids, mask], 1).unique_consecutive(dim=0, return_inverse=True)
     if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not config.shares_prompts:
-        return None
+        return {}
     dtype = torch.bfloat16 if torch.is_autocast_enabled(policy.device.type) else policy.dtype
     cache = DynamicCache()
     if config.max_new_tokens <= ids.shape[1]:
-        cast_update = lambda self, k, v, *more: StaticCache.update(
-            self, k.to(dtype), v.to(dtype), *more)
+        cast_update = lambda self, k, v, *more, **named: StaticCache.update(
+            self, k.to(dtype), v.to(dtype), *more, **named)
         kind = type("FullLengthCache", (StaticCache,), {"update": cast_update})
         cache = kind(config=policy.config, max_cache_len=ids.shape[1] + config.max_new_tokens)
     ids, mask = different.tensor_split(2, 1)
     ids, mask = ids[:, :-1], mask[:, :-1]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
+    # The name of the argument as of transformers 5.24, and before.
+    name = "cache" if "cache" in inspect.signature(policy.forward).parameters else "past_key_values"
+    argument = {name: cache}
     policy.base_model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **argument)
     cache.reorder_cache(index)
-    return cache
+    return argument
 
 def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
     """Token ids up to and including the first of `stops`, or all of them."""
