@@ -9,6 +9,8 @@
   python tests/bench.py --what decoding [--real FOLDER]  # sampling by the trainer, and by plain generate
   python tests/bench.py --what lora --real FOLDER        # adapters and full weights
   python tests/bench.py --gpu                            # GPU sizes: 0.5 B parameters, 256 to 768 tokens
+  python tests/bench.py --store                          # also add the ratios to claims/results/bench.jsonl
+  python tests/bench.py --what table                     # the README's table, from that file
 
 The workload consists of batches of 8 (pairs, examples, or one group of 8 samples), with prompts of 64 tokens
 and completions of 64 to 192 tokens (GRPO: 64 sampled tokens). The model is a random Llama with a vocabulary
@@ -18,11 +20,13 @@ memory is that of the whole process, on a GPU that of torch.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -39,6 +43,7 @@ import tyro
 from torch.nn.utils.rnn import pad_sequence
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "tests" / "claims" / "results" / "bench.jsonl"
 DEMO = str(ROOT / "configs" / "demo" / "model")
 WARMUP = 2
 IS_GPU = torch.cuda.is_available()
@@ -367,15 +372,15 @@ def against(folder: Path, load: Workload, losses: list[str], rounds: int, checko
     table(rows)
 
 
-def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: str | None) -> None:
+def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: str | None,
+          workload: str) -> None:
+    """Compare with TRL, in alternating runs, and store the results under the name of a workload, if any."""
     dtype = torch.bfloat16 if IS_GPU or load.mixed else torch.float32
     rate = matmul_rate("cuda" if IS_GPU else "cpu", dtype)
-    device = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    if IS_GPU:
-        device = torch.cuda.get_device_name()
-    print(f"{device}, matrix multiplication {rate / 1e9:,.0f} GFLOP/s in {dtype}")
+    print(f"{device_name()}, matrix multiplication {rate / 1e9:,.0f} GFLOP/s in {dtype}")
     rows = [["step", "humanline.py", "TRL", "times faster", "humanline.py MiB", "TRL MiB", "memory ratio",
              "of the matmul rate"]]
+    results = []
     for loss in losses:
         train = partial(run_humanline, folder, load, loss)
         ways = {loss.upper(): partial(train, "--sync-k 1")}
@@ -388,14 +393,50 @@ def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: 
         for name, runs in own_runs.items():
             share = f"{operations(folder, load, loss) / median(runs) / rate:.0%}" if loss != "grpo" else "–"
             seconds, peak = median(runs), median(runs, "peak")
+            result = dict(step=name, seconds=seconds, mib=peak)
             trl_time = trl_memory = ["–", "–"]
             if trl_runs:
                 trl_seconds, trl_peak = median(trl_runs), median(trl_runs, "peak")
-                trl_time = [f"{trl_seconds:.3f} s", f"{trl_seconds / seconds:.2f}"]
-                trl_memory = [f"{trl_peak:.0f}", f"{peak / trl_peak:.2f}"]
+                result |= dict(trl_seconds=trl_seconds, trl_mib=trl_peak, times=trl_seconds / seconds,
+                               memory=peak / trl_peak)
+                trl_time = [f"{trl_seconds:.3f} s", f"{result['times']:.2f}"]
+                trl_memory = [f"{trl_peak:.0f}", f"{result['memory']:.2f}"]
             rows.append([name, f"{seconds:.3f} s", *trl_time, f"{peak:.0f}", *trl_memory, share])
             print(*rows[-1], sep=", ", file=sys.stderr, flush=True)  # progress; the table is printed at the end
+            results.append(dict(gflops=rate / 1e9) | result)
     table(rows)
+    if workload:
+        store_results(results, workload)
+
+
+def device_name() -> str:
+    if IS_GPU:
+        return torch.cuda.get_device_name()
+    names = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+    return f"{[*names, platform.machine()][0]}, {torch.get_num_threads()} threads"
+
+
+def store_results(results: list[dict], workload: str) -> None:
+    """Add what was measured to the stored results, rounded."""
+    known = dict(date=time.strftime("%Y-%m-%d"), device=device_name(), torch=torch.__version__, workload=workload)
+    with RESULTS.open("a", encoding="utf-8") as file:
+        for result in results:
+            short = {key: value if isinstance(value, str) else float(f"{value:.4g}") for key, value in result.items()}
+            file.write(json.dumps(known | short) + "\n")
+
+
+def readme_table() -> list[str]:
+    """Rows of the README's table: for each loss the smallest and the largest ratio that was stored."""
+    results = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+
+    def spread(step: str, workload: str, key: str, digits: int) -> str:
+        values = [one[key] for one in results if (one["step"], one["workload"]) == (step, workload)]
+        return "–".join(dict.fromkeys(f"{value:.{digits}f}" for value in (min(values), max(values))))
+
+    words = {"DPO": "DPO", "KTO": "KTO", "GRPO": "GRPO, with sampling"}
+    columns = itertools.product(("small", "real"), {"times": 1, "memory": 2}.items())
+    columns = [(workload, *column) for workload, column in columns]
+    return [f"| {' | '.join([words[step], *(spread(step, *column) for column in columns)])} |" for step in words]
 
 
 def overhead(folder: Path, load: Workload, losses: list[str], rounds: int) -> None:
@@ -479,9 +520,10 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
     table(rows)
 
 
-def main(what: list[Literal["steps", "overhead", "online", "decoding", "lora"]] = ["steps"],
+def main(what: list[Literal["steps", "overhead", "online", "decoding", "lora", "table"]] = ["steps"],
          losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None,
-         old: Path | None = None, gpu: bool = False, train_steps: int = 8, real: str | None = None) -> None:
+         old: Path | None = None, gpu: bool = False, train_steps: int = 8, real: str | None = None,
+         store: bool = False) -> None:
     """Run benchmarks and print a table of each.
 
     Args:
@@ -493,7 +535,11 @@ def main(what: list[Literal["steps", "overhead", "online", "decoding", "lora"]] 
         gpu: use GPU sizes.
         train_steps: steps per run; the first two are not counted.
         real: folder of a real model, for steps, decoding and lora. Default: a random model, or the demo.
+        store: add what `steps` measures beside TRL to claims/results/bench.jsonl.
     """
+    if "table" in what:
+        print(*readme_table(), sep="\n")
+        return
     load = replace(GPU if gpu else Workload(), steps=train_steps)
     if trl_python is None:
         with contextlib.suppress(ImportError):
@@ -504,6 +550,7 @@ def main(what: list[Literal["steps", "overhead", "online", "decoding", "lora"]] 
         for kind in what:
             of_kind = replace(load, new=256) if kind == "online" else load
             is_real = kind == "steps" and real is not None
+            workload = ("real" if is_real else "gpu" if gpu else "small") if store else ""
             folder = Path(temporary, f"{is_real}-{of_kind.new}")
             if is_real:
                 of_kind = write_real_workload(folder, load, real)
@@ -513,7 +560,7 @@ def main(what: list[Literal["steps", "overhead", "online", "decoding", "lora"]] 
              "online": lambda: online(folder, of_kind, rounds),
              "decoding": lambda: decoding(folder, of_kind, rounds, real),
              "steps": lambda: against(folder, of_kind, losses, rounds, old) if old else steps(
-                 folder, of_kind, losses, rounds, trl_python),
+                 folder, of_kind, losses, rounds, trl_python, workload),
              "overhead": lambda: overhead(folder, of_kind, losses, rounds)}[kind]()
 
 

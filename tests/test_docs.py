@@ -3,6 +3,7 @@
 import re
 import subprocess
 
+import bench
 import pytest
 from conftest import ROOT, metrics
 
@@ -81,6 +82,11 @@ def test_the_readme_can_be_read_in_five_minutes():
     assert max(map(len, lines)) <= 100
     numbers = re.findall(r"\d+(?:[.,]\d+)*", prose("\n".join(lines)))
     assert len(numbers) <= 60
+
+
+def test_the_readme_says_how_fast_it_is_as_in_the_stored_results():
+    for row in bench.readme_table():
+        assert row in README.splitlines(), "python tests/bench.py --what table"
 
 
 def test_every_metric_is_documented_and_every_documented_metric_exists(run, tmp_path, data_files):
