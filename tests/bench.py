@@ -380,8 +380,8 @@ def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: 
     print(f"{device_name()}, matrix multiplication {rate / 1e9:,.0f} GFLOP/s in {dtype}")
     rows = [["step", "humanline.py", "TRL", "times faster", "humanline.py MiB", "TRL MiB", "memory ratio",
              "of the matmul rate"]]
-    results = []
     for loss in losses:
+        results = []
         train = partial(run_humanline, folder, load, loss)
         ways = {loss.upper(): partial(train, "--sync-k 1")}
         if IS_GPU:
@@ -404,9 +404,9 @@ def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: 
             rows.append([name, f"{seconds:.3f} s", *trl_time, f"{peak:.0f}", *trl_memory, share])
             print(*rows[-1], sep=", ", file=sys.stderr, flush=True)  # progress; the table is printed at the end
             results.append(dict(gflops=rate / 1e9) | result)
+        if workload:  # at once, so that an interruption loses one loss at most
+            store_results(results, workload)
     table(rows)
-    if workload:
-        store_results(results, workload)
 
 
 def device_name() -> str:
