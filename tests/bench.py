@@ -418,7 +418,9 @@ def device_name() -> str:
 
 def store_results(results: list[dict], workload: str) -> None:
     """Add what was measured to the stored results, rounded."""
-    known = dict(date=time.strftime("%Y-%m-%d"), device=device_name(), torch=torch.__version__, workload=workload)
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    known = dict(date=time.strftime("%Y-%m-%d"), commit=commit.stdout.strip(), device=device_name(),
+                 torch=torch.__version__, workload=workload)
     with RESULTS.open("a", encoding="utf-8") as file:
         for result in results:
             short = {key: value if isinstance(value, str) else float(f"{value:.4g}") for key, value in result.items()}
