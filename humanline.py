@@ -1577,11 +1577,14 @@ class Batches:
             self.made_until = step
 
     def mismatch(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Combine each prompt with the completion of the next sequence that has another prompt, for z₀."""
+        """Combine each prompt with the completion of the next sequence that has another prompt, for z₀. Online,
+        where the completions of a prompt are neighbours, each takes one of its own from the next group."""
         longest = min(self.max_positions, self.config.max_length or self.max_positions)
+        shift = self.config.group_size if self.config.sample_every else 0
         mismatched = []
         for i, sequence in enumerate(sequences):
-            for other in sequences[i + 1 :] + sequences[:i]:
+            start = (i + shift) % len(sequences)
+            for other in sequences[start:] + sequences[:start]:
                 if other.prompt != sequence.prompt:
                     completion = other.completion[: longest - len(sequence.prompt)]
                     mismatched.append(Sequence(sequence.prompt, completion, is_chosen=sequence.is_chosen))

@@ -44,6 +44,7 @@ class Settings:
     positive_only: bool = True  # worse completions count nothing; DPO: supervised finetuning on the chosen
     kl_beta: float = 0.0
     sample_every: int = 0
+    group_size: int = 8  # rollouts of a prompt
     temperature: float = 1.0  # of rollouts
     steps: int = 64
     batch_size: int = 32  # online it counts prompts; humanline.py counts completions for KTO
@@ -155,10 +156,11 @@ def perceive(d, mask, step):
 
 @torch.no_grad()
 def reference_point(policy, ratio_to, batch, step):
-    """KTO's z₀ = max(0, mean of Σ_t d̃_t), of each prompt with the completion of the next other prompt."""
+    """KTO's z₀ = max(0, mean of Σ_t d̃_t), of each prompt with a completion of the next other prompt."""
     pairs = []
     for i, sample in enumerate(batch):
-        for other in batch[i:] + batch[:i]:
+        start = (i + config.group_size) % len(batch) if config.sample_every else i
+        for other in batch[start:] + batch[:start]:
             if other.prompt != sample.prompt:
                 pairs.append(Sample(sample.prompt, other.completion))
                 break
@@ -227,7 +229,7 @@ def draw(policy, tokenizer, row, step):
     prompt = encode(row, tokenizer)
     rollouts = policy.generate(
         torch.tensor([prompt]), do_sample=True, top_k=0, temperature=config.temperature,
-        num_return_sequences=8, max_new_tokens=8)
+        num_return_sequences=config.group_size, max_new_tokens=8)
     group = []
     for ids in rollouts[:, len(prompt) :].tolist():
         ids = [token for token in ids if token != tokenizer.pad_token_id]

@@ -356,6 +356,16 @@ def test_a_mismatched_completion_is_cut_if_it_does_not_fit_after_a_long_prompt()
         assert lengths == {1: 5, 4: 4, 6: 2}
 
 
+def test_online_z0_uses_every_completion_once():
+    config = Config(loss="kto", batch_size=12, group_size=4, steps=1, sample_every=1)
+    groups = [Group(i, [i], [[10 * i + j] for j in range(4)], [0, 1, 0, 1]) for i in range(3)]
+    batches = Batches(config, groups, 99)
+    batches.make(1, groups)
+    [batch] = batches.pending
+    assert sorted(s.completion for s in batch.mismatched) == sorted(s.completion for s in batch.sequences)
+    assert all(s.prompt != [s.completion[0] // 10] for s in batch.mismatched)
+
+
 def test_online_a_completion_without_a_label_is_only_a_prompt():
     row = read(dict(prompt="a", output="b", label=None), sample_every=1)
     assert row.prompt == [user("a")]

@@ -79,7 +79,7 @@ def settings_of(case: dict) -> dict:
     gradient by its own size, which would magnify rounding errors. The gradient's norm is not clipped: that
     would hide a wrong scale of the loss."""
     return dict(log_eps_p=-0.3, log_eps_r=0.2, batch_size=8, lr=5e-3, warmup=0.5, adam_eps=1e-3,
-                max_grad_norm=1e6, steps=STEPS, positive_only=False,
+                max_grad_norm=1e6, steps=STEPS, positive_only=False, group_size=GROUP,
                 reward="varied", beta=0.3, epsilon=0.15) | case
 
 
@@ -108,7 +108,7 @@ def weights_of_humanline(program, case: dict, model: str, data: Path, out: Path)
         settings["batch_size"] *= GROUP  # it counts completions; in plain.py their prompts
     program.train(program.Config(
         model=model, data=(str(data / "rows.jsonl"),), reward=f"{data / 'reward.py'}:{reward}",
-        dtype="float32", group_size=GROUP, max_new_tokens=4, microbatch_tokens=64, save_every=0, out=str(out),
+        dtype="float32", max_new_tokens=4, microbatch_tokens=64, save_every=0, out=str(out),
         **settings))
     return load_file(out / "final" / "model.safetensors")
 
