@@ -888,7 +888,7 @@ def winrate(flags: Winrate) -> None:
     controlled = float(fit(np.arange(shape[0])[None])[0]), *np.quantile(resampled, [0.025, 0.975])
     wins = np.mean(preference > 0.5)
     losses = np.mean(preference < 0.5)
-    is_one_sided = min(wins, losses) <= 0.02
+    is_one_sided = abs(preference.mean() - 0.5) >= 0.48
     results = [
         [
             "win rate",

@@ -231,6 +231,7 @@ def test_a_model_does_not_beat_itself(ask, tiny, problems, judges):
     # it is asked in both orders
     output = ask(f"winrate {flags} --judge {judges}:lopsided --max-new-tokens 3")
     assert line_of(output, "win rate")[0] == 0.5 and "wins 0.000, ties 1.000, losses 0.000" in output
+    assert line_of(output, "length-controlled")[0] == 0.5
     assert line_of(output, "position bias of the judge")[0] == 0.6
 
 
