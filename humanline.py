@@ -1174,6 +1174,8 @@ def check_output_head(policy: Module, config: Config) -> None:
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
             f"{name}: its logits are not hidden states times output embeddings, which token_logps requires, "
             "or they are random in training")
+    require(getattr(policy.get_output_embeddings(), "bias", None) is None,
+            f"{name}: its output head has a bias, which token_logps leaves out")
 
 @torch.no_grad()
 def can_share_prompts(policy: Module, config: Config) -> bool:

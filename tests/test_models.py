@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (AutoModelForCausalLM, AutoTokenizer, CohereConfig, FalconConfig, Gemma2Config,
                           GemmaTokenizer, GPT2Config, GPT2Tokenizer, GPTNeoXConfig, GraniteConfig,
                           LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaTokenizer, MistralConfig, OPTConfig,
-                          PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, Qwen3Config)
+                          PhiConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, Qwen3Config)
 
 import humanline
 from humanline import Config, Sequence
@@ -553,6 +553,16 @@ def test_a_model_whose_log_probs_we_cannot_compute_is_refused(folder, tmp_path, 
             (LlamaModel, noisy, "or they are random in training")):
         monkeypatch.setattr(kind, "forward", wrong)
         assert says in refusal(folder("llama3"), tmp_path, capsys, "--dtype", dtype)
+
+
+def test_a_head_with_a_bias_is_refused_however_small_the_bias_is(folder, tmp_path, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(folder("llama3"))
+    model = AutoModelForCausalLM.from_config(PhiConfig(
+        vocab_size=len(tokenizer), **SIZES, eos_token_id=tokenizer.eos_token_id))
+    model.lm_head.bias.data.fill_(1e-3)
+    model.save_pretrained(tmp_path / "phi")
+    tokenizer.save_pretrained(tmp_path / "phi")
+    assert "its output head has a bias" in refusal(str(tmp_path / "phi"), tmp_path, capsys)
 
 
 # Runs.
