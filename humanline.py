@@ -833,6 +833,10 @@ class Run:
         if self.eval_rows:
             self.eval_groups = encode_rows(self.eval_rows, sampler, True, "--eval-data")
         from_first_rank(lambda: lock(self.out, config, self.stack))
+        # A process that was still training in the folder may have written a newer checkpoint.
+        newest = max((self.out / "checkpoint").glob("step-*"), default=self.checkpoint)
+        self.checkpoint = from_first_rank(
+            lambda: self.checkpoint if newest == self.checkpoint else find_checkpoint(config, self.out))
         if config.sampler != "generate":
             path, _, name = config.sampler.rpartition(":")
             with explained(f"--sampler {config.sampler}", "see the docstring of configs/external.py"):
@@ -1002,7 +1006,8 @@ def check_folder(out: Path, config: Config) -> None:
         require(is_run or not (out / name).exists(),
                 f"--out {out}: {name} there was not written by this version of humanline.py; choose "
                 "another folder")
-    require(config.resume is not None or not is_run,
+    is_own = config.resume == "latest" or out.resolve() in Path(config.resume or "/").resolve().parents
+    require(is_own or not is_run,
             f"--out {out} holds an unfinished run; pass --resume latest, or choose another folder")
 
 def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:

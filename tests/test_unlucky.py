@@ -142,6 +142,35 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_keeps_one_line_for_each_s
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_checkpoint_of_another_run_does_not_replace_an_unfinished_one(tiny, data_files, tmp_path, capsys):
+    base, fork = tmp_path / "base", tmp_path / "fork"
+    flags = short_run(tiny, data_files["groups"], "--save-every 1 --steps 3 --out").__add__
+    train(flags([str(base)]))
+    again = flags([str(fork), "--resume", str(base / "checkpoint" / "step-00000002")])
+    train(again)  # into a new folder
+    shutil.rmtree(fork / "final")
+    assert humanline.main(again) == 2 and "holds an unfinished run; pass --resume latest" in capsys.readouterr().err
+    train(flags([str(fork), "--resume", "latest"]))
+
+
+def test_a_checkpoint_that_is_written_while_a_run_loads_is_resumed_from(tiny, data_files, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    flags = short_run(tiny, data_files["groups"], f"--save-every 1 --keep 9 --steps 4 --out {out}")
+    train(flags)
+    shutil.rmtree(out / "final")
+    newest, hidden = out / "checkpoint" / "step-00000004", tmp_path / "hidden"
+    newest.rename(hidden)
+    load, lines = humanline.load_policy, metrics(out)
+
+    def beside_another(*args):
+        hidden.rename(newest)
+        return load(*args)
+
+    monkeypatch.setattr(humanline, "load_policy", beside_another)
+    train([*flags, "--resume", "latest"])
+    assert newest.exists() and metrics(out) == lines  # nothing was trained again
+
+
 # Memory.
 
 @pytest.mark.parametrize("where", ["humanline.take_log_ratios", "torch.optim.AdamW.step",
