@@ -1867,6 +1867,7 @@ class Reward:
             require(os.path.exists(path), f"--reward math needs the file {path}; copy it there")
         with explained("--reward-args", "pass a JSON object, such as '{\"model\": \"NAME\"}'"):
             settings = dict(json.loads(config.reward_args or "{}"))
+        settings = settings if ":" in config.reward else {}  # those of a run, measured with another reward
         self.function = exact_reward
         advice = "pass FILE.py:function, a function(prompts, completions, rows) -> list of floats"
         with explained(f"--reward {config.reward}", advice, math_verify="pip install math-verify"):
@@ -1879,19 +1880,23 @@ class Reward:
     def attempt(self, *samples: list) -> list[float | str]:
         """Reward all samples in one call; if that fails, one at a time. Returns the reward of each sample, or
         why it has none."""
-        count, reason = len(samples[0]), None
+        reason = None
         try:
-            values = self.function(*samples)
-            if not isinstance(values, list) or len(values) != count:
-                raise ValueError(f"{values!r:.60} is not a list of {count} numbers")
+            values = self.call(*samples)
         except Exception as error:
             values, reason = self.one_by_one(*samples), error
         good = [isinstance(value, (int, float)) and abs(value) < 1e100 for value in values]
         if reason and all(good):
-            warn(f"--reward {self.config.reward} failed on {count} samples together, and is called for "
+            warn(f"--reward {self.config.reward} failed on {len(good)} samples together, and is called for "
                  f"each of them, which is slower: {reason!r:.200}")
-        return [float(value) if is_good else f"{reason or value!r:.200}"
+        return [float(value) if is_good else f"{value!r:.200}"
                 for value, is_good in zip(values, good)]
+
+    def call(self, *samples: list) -> list:
+        values, count = self.function(*samples), len(samples[0])
+        if len(values) != count:
+            raise ValueError(f"it returned {values!r:.60} for {count} completions")
+        return values
 
     def settle(self, attempted: list[float | str]) -> list[float]:
         """Replace the reasons in the results of `attempt`, gathered from all ranks: a sample that failed gets
@@ -1914,7 +1919,7 @@ class Reward:
         for sample in zip(*samples):
             if late < 3:  # afterwards every sample keeps the last timeout as its reason
                 try:
-                    [value] = self.function(*([part] for part in sample))
+                    [value] = self.call(*([part] for part in sample))
                 except Exception as error:
                     value = error
             late = late + 1 if isinstance(value, TimeoutError) else 0
@@ -2646,7 +2651,8 @@ def parse_config(argv: list[str]) -> Config:
         require(config.perception == needed, f"{flag} needs --perception {needed}")
     for flag, needed, is_read in (
             ("--lora-alpha", "--lora", config.lora),
-            ("--reward-args", "--reward FILE.py:function", config.reward != "exact")):
+            ("--sampler", "--sample-every or --eval-data", config.sample_every or config.eval_data),
+            ("--reward-args", "--reward FILE.py:function", ":" in config.reward)):
         require(flag not in typed or is_read, f"{flag} needs {needed}")
     return config
 

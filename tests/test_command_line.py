@@ -155,6 +155,7 @@ BAD_FLAGS = [
     ("--batch-size 99999999999", r"--batch-size 99999999999: a step needs"),
     ("--sample-every 1 --group-size 1", r"--group-size must be at least 2"),
     ("--prompt-template hello", r"--prompt-template must contain \{prompt\}"),
+    ("--sampler configs/external.py:vllm", r"--sampler needs --sample-every or --eval-data"),
     ("--resume latest", r"--resume latest .* pass --out"),
     ("--resume nowhere", r"nowhere: not a complete checkpoint"),
     ("--config missing.toml", r"--config missing\.toml: .*No such file"),

@@ -303,7 +303,7 @@ def test_a_function_may_return_an_array_or_numbers_of_any_kind(user_files):
 
 @pytest.mark.parametrize("kind, reason", [
     ("raise", "KeyError: 'no such"), ("exit", "SystemExit: 0"), ("crash", "its process died"),
-    ("hang", "took longer than 0.5 s"), ("wrong length", "is not a list of 4"),
+    ("hang", "took longer than 0.5 s"), ("wrong length", "it returned ["),
     ("no list", "no attribute 'tolist'"),
     ("nan", "nan"), ("none", "None"), ("huge", "1000000"),
 ])
@@ -313,6 +313,16 @@ def test_a_bad_score_fails_only_its_own_sample_with_one_warning(user_files, caps
     [line] = warnings(capsys)
     assert "light-weight.py:trouble: 1 of 4 samples failed and count as 0" in line and reason in line
     assert score([PROMPT] * 2, ["a", "b"], [{}] * 2) == [1.0, 1.0] and not warnings(capsys)
+
+
+def test_a_sample_is_reported_with_its_own_failure(tmp_path, capsys):
+    (tmp_path / "reward.py").write_text(
+        "def score(prompts, completions, rows):\n"
+        "    if len(completions) > 1: raise ValueError('too many at once')\n"
+        "    return [1 / int(completions[0])]\n")
+    assert load(f"{tmp_path}/reward.py:score")([PROMPT] * 2, ["2", "0"], [{}] * 2) == [0.5, 0.0]
+    [line] = warnings(capsys)
+    assert "1 of 2 samples failed" in line and "ZeroDivisionError" in line and "too many" not in line
 
 
 def test_to_fail_is_never_better_than_the_worst_reward_of_the_call(user_files, capsys):
@@ -329,7 +339,7 @@ def test_a_file_that_cannot_be_loaded_again_is_tried_again(tmp_path, capsys):
     score = load(f"{tmp_path}/reward.py:score")
     assert score([PROMPT], ["fine"], [{}]) == [1.0]
     (tmp_path / "is-broken").touch()
-    assert score([PROMPT], ["crash"], [{}]) == [0.0] and "its process died" in warnings(capsys)[0]
+    assert score([PROMPT], ["crash"], [{}]) == [0.0] and "no memory left" in warnings(capsys)[0]
     assert score([PROMPT], ["fine"], [{}]) == [1.0] and not warnings(capsys)
 
 
@@ -475,6 +485,11 @@ def test_reward_args_that_are_not_a_json_object_give_a_one_line_error(text):
         load("exact", reward_args=text)
 
 
+def test_the_math_reward_ignores_the_settings_that_a_run_had_for_another_reward():
+    score = load("math", reward_args='{"model": "NAME"}')
+    assert score([PROMPT], ["4"], [{"answer": "4"}]) == [1.0]
+
+
 def test_reward_args_reach_the_reward_and_are_recorded(run, tmp_path):
     (tmp_path / "scaled.py").write_text("def scaled(prompts, completions, rows, factor):\n"
                                         "    return [factor * len(text) for text in completions]\n")
@@ -563,6 +578,7 @@ def test_offline_training_loads_no_reward(run, tmp_path):
 @pytest.mark.parametrize("flags, says", [
     ("--reward-seconds 0", "--reward-seconds is .*; it must be from"),
     ("--reward-args {}", "--reward-args needs --reward FILE.py:function"),
+    ("--reward math --reward-args {}", "--reward-args needs --reward FILE.py:function"),
     ("--lora-alpha 8", "--lora-alpha needs --lora")])
 def test_a_bad_setting_of_rewards_or_adapters_gives_a_one_line_error(flags, says):
     with pytest.raises(UserError, match=says):
