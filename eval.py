@@ -12,7 +12,7 @@ RUN is the folder of a finished run. Its final model is evaluated with the promp
 its config.toml. BASE is a Hugging Face name or a model folder; next to a run, it is prompted and rewarded
 like the run. Models are loaded, sampled and scored by the training code in humanline.py.
 
-All intervals are 95 % intervals. They resample problems, not samples, because the samples of one problem are
+All intervals are 95% intervals. They resample problems, not samples, because the samples of one problem are
 correlated.
 """
 
@@ -205,7 +205,7 @@ def resamples(count: int, repeats: int) -> np.ndarray:
 def interval(
     values: Iterable[float], low: float | None = None, high: float | None = None
 ) -> tuple[float, float, float]:
-    """The mean of one value per problem, with its 95 % BCa bootstrap interval (Efron 1987).
+    """The mean of one value per problem, with its 95% BCa bootstrap interval (Efron 1987).
 
     Plain percentile intervals are too short when most problems are never solved (see tests/test_eval.py). If
     all values are equal, there is no spread to resample, and the interval is Clopper and Pearson's: 0 of 100
@@ -615,7 +615,7 @@ def accuracy(flags: Accuracy) -> None:
         )
     print(
         f"{data}: {len(problems)} problems, {flags.samples} samples each at temperature "
-        f"{flags.temperature:g}; [95 % bootstrap intervals over problems]\n\n{table(results)}"
+        f"{flags.temperature:g}; [95% bootstrap intervals over problems]\n\n{table(results)}"
     )
 
     levels = np.array([str(rows[row].fields.get("level")) for row in problems])
@@ -913,7 +913,7 @@ def winrate(flags: Winrate) -> None:
         )
     print(
         f"{flags.model} against {flags.against} on {data}: {shape[0]} prompts x {shape[1]}, judged by "
-        f"{flags.judge or config.reward}; [95 % bootstrap intervals over prompts]\n\n{table(results)}\n\n"
+        f"{flags.judge or config.reward}; [95% bootstrap intervals over prompts]\n\n{table(results)}\n\n"
         f"pairs: {out}"
     )
 
@@ -1026,7 +1026,7 @@ def data_quality(flags: DataQuality) -> None:
     for key in dict.fromkeys(key for column in columns for key in column):
         results.append([key, *(column.get(key, "") for column in columns)])
     print(
-        f"log-probs under the starting model {flags.model}; [95 % bootstrap intervals over prompts]\n\n"
+        f"log-probs under the starting model {flags.model}; [95% bootstrap intervals over prompts]\n\n"
         f"{table(results)}\n"
     )
     for source in sources[1:]:  # independent means: the half-widths of their intervals add in quadrature
@@ -1137,7 +1137,7 @@ def perception(flags: Perception) -> None:
         labels[name] = f"{name}, KL {divergences[0][0]:.2f}"
     print(
         f"outcomes z = log π/π_ref in nats, {flags.model} over {ref_name}; {len(groups):,} prompts, "
-        f"{flags.samples} policy samples each, and {data}; [95 % bootstrap intervals over prompts]\n\n"
+        f"{flags.samples} policy samples each, and {data}; [95% bootstrap intervals over prompts]\n\n"
         f"{table(results)}\n\n"
         "KL, in nats, is the divergence of Proposition 3.4: the utility of the data differs from the "
         "perceived utility of the policy by at most sup|v| sqrt(2 KL)."
@@ -1175,7 +1175,7 @@ def fractions_passed(d: PerToken, config: Config) -> dict[str, list[np.ndarray]]
     return {"after humanline clipping": clipped, "after humanline sampling": sampled}
 
 def divergence(policy: np.ndarray, data: np.ndarray, gamma: float) -> tuple[float, float, float]:
-    """perceived_divergence with its 95 % interval over prompts, from (P, B) counts.
+    """perceived_divergence with its 95% interval over prompts, from (P, B) counts.
 
     The interval is pivotal, from 2 KL minus quantiles of the resampled KL, because resampling biases the KL
     upward just as sampling did.

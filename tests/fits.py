@@ -27,7 +27,7 @@ Columns, in GiB per rank at the peak of the second step:
   drawing       by arithmetic: weights, moments, reward, the key-value cache for --sample-tokens, and a
                 copy of all parameters if they are gathered from several ranks or cast by autocast
 
-A config fits if the larger of training and drawing is at most 85 % of the GPU; above that it is tight. The
+A config fits if the larger of training and drawing is at most 85% of the GPU; above that it is tight. The
 margin is for what is not counted: the CUDA context, fragmentation in the allocator, workspaces of kernels and
 NCCL, and activations of `generate` and the reward model. Sequences of other lengths may fill
 --microbatch-tokens better, by less than one sequence. torch.compile, on by default on a GPU, needs less
@@ -424,7 +424,7 @@ def work(config: Config, parameters: int) -> list[str]:
     lines = [f"{steps:,} steps, at most {prompts:,} prompts, {sequences:,} sequences of at most {prompt} + "
              f"{completion} tokens: {sequences * completion:,} tokens to train on. "
              f"{factor} x parameters x tokens = "
-             f"{factor * per_factor:.2g} FLOPs, {hours:.2g} hours at 40 % of an H100's bf16 rate."]
+             f"{factor * per_factor:.2g} FLOPs, {hours:.2g} hours at 40% of an H100's bf16 rate."]
     if config.sample_every:
         drawing = 2 * parameters * drawn * (prompt + completion)
         lines += [f"{drawn:,} completions drawn, however seldom it draws: {drawing:.2g} FLOPs."]

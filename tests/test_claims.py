@@ -339,7 +339,7 @@ def test_two_one_sided_tests_rarely_call_a_difference_of_the_margin_the_same():
 
 def test_the_share_of_the_gap_has_an_honest_interval():
     chance, covered = np.random.default_rng(0), 0
-    for _ in range(1000):  # humanline closes 60 % of a gap of 0.2; seeds share their luck
+    for _ in range(1000):  # humanline closes 60% of a gap of 0.2; seeds share their luck
         luck = chance.normal(0, 0.02, 5)
         offline, ours, online = (level + luck + chance.normal(0, 0.02, 5) for level in (0.6, 0.72, 0.8))
         _, low, high = reproduce.share_of_gap(offline, ours, online)

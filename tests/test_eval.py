@@ -221,7 +221,7 @@ def judges(tmp_path):
 
 def test_a_model_does_not_beat_itself(ask, tiny, problems, judges):
     covered, flags = 0, f"--model {tiny} --against {tiny} --data {problems}"
-    for seed in range(3):  # each interval misses the truth 5 % of the time
+    for seed in range(3):  # each interval misses the truth 5% of the time
         output = ask(f"winrate {flags} --judge {judges}:longer --samples 4 --seed {seed} --max-new-tokens 9")
         for name in ("win rate", "length-controlled"):
             _, low, high = line_of(output, name)[:3]

@@ -117,7 +117,7 @@ def read_tasks() -> dict[str, list[Compared]]:
 
 Rewards = tuple[np.ndarray, np.ndarray, np.ndarray]  # of plain, humanline and online, over the same seeds
 
-RULE = f"""The gap is online − plain, paired by seed. Where the lower end of its 95 % interval is below {LEAST_GAP},
+RULE = f"""The gap is online − plain, paired by seed. Where the lower end of its 95% interval is below {LEAST_GAP},
 there is no gap to test the claim on. Else the claim, that humanline closes more than half of the gap, is confirmed
 where Fieller's interval of the share lies wholly above one half, and refuted where it lies wholly below. If neither,
 eight more seeds are run, once; therefore the level is {LEVELS[8]} with eight seeds and {LEVELS[16]} with sixteen. *p of
@@ -186,9 +186,9 @@ def final_rewards(compared: Compared) -> Rewards | None:
 
 # ---------- The page ----------------------------------------------------------------------------------------
 
-HOW = f"""± is half of the 95 % interval over seeds; differences are paired by seed. A seed is the offline data and the
+HOW = f"""± is half of the 95% interval over seeds; differences are paired by seed. A seed is the offline data and the
 run. *Final* is the model after the last step, which alone decides; *best* that of the best validation measurement, with
-its mean step. *Of the gap* has Fieller's 95 % interval. Reward and KL are of the test prompts with
+its mean step. *Of the gap* has Fieller's 95% interval. Reward and KL are of the test prompts with
 {real.EVAL_SAMPLES} samples each; KL is to the base, in nats a completion, of one sample a prompt. *Distinct pairs*:
 different pairs of neighbouring words, as a share of all. Seconds are of training, without measurements, beside what
 else ran."""

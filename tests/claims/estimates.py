@@ -1,6 +1,6 @@
 """Estimates over seeds, and how they are written.
 
-An estimate is a mean and half of its 95 % interval, by Student's t. All of them are plain dicts and lists, so that they
+An estimate is a mean and half of its 95% interval, by Student's t. All of them are plain dicts and lists, so that they
 go into facts.json as they are.
 """
 
@@ -23,7 +23,7 @@ def estimate(values: Iterable[float]) -> list[float]:
 def compare(
     ours: np.ndarray, theirs: np.ndarray, paired: bool = True, margin: float = MARGIN
 ) -> dict:
-    """ours - theirs over seeds, paired or by Welch's test: the mean, its 95 % interval, p of no difference (two-sided),
+    """ours - theirs over seeds, paired or by Welch's test: the mean, its 95% interval, p of no difference (two-sided),
     and p_same of a difference of `margin` or more either way (two one-sided tests)."""
 
     def test(shift: float, alternative: str) -> Any:
@@ -54,7 +54,7 @@ def share_of_gap(
     level: float = 0.05,
 ) -> list[float]:
     """The share of the gap from plain to online that ours closes, with Fieller's interval (1954) for a ratio of means:
-    of 95 % at level 0.05, and without an end where the gap may be 0. paired: which of the three are paired by seed,
+    of 95% at level 0.05, and without an end where the gap may be 0. paired: which of the three are paired by seed,
     (3, 3)."""
     x, y = np.mean(ours - plain), np.mean(online - plain)
     if len(plain) < 2:

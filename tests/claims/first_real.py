@@ -164,7 +164,7 @@ table of each loss is of seeds 1 to 3; a seed is the offline data and the run. L
 tasks together on seed 101, whose runs are in the second table; the best setting may lie beyond the edge of what was
 tried.
 
-± is half of the 95 % interval over seeds. Differences are paired by seed, but not where runs are of two devices, which
+± is half of the 95% interval over seeds. Differences are paired by seed, but not where runs are of two devices, which
 draw different data (*not paired*). *Online's reward there*: that of the online run where it was as far from the base,
 interpolated between two measurements. *Distinct pairs*: different pairs of neighbouring words, as a share of all.
 Seconds are wall-clock, beside what else ran. A form that is written as flags is gone from the program."""

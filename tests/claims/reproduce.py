@@ -178,7 +178,7 @@ HOW = """Every form was tuned by the same rule ([experiments.py](experiments.py)
 half of the held-out problems, and then run on the test bases. pass@1 is exact, of the other half, after the last step.
 Offline data are the base's own samples.
 
-± is half of the 95 % interval over test bases (Student's t); differences are paired by base, except where the base had
+± is half of the 95% interval over test bases (Student's t); differences are paired by base, except where the base had
 been made again in between (*not paired*). *Best measurement*: pass@1 where it was best on the validation half, the base included: what stopping early would have given. *Online ± 0.02*: whether
 two one-sided tests say that the form is within 0.02 of online, and their p. *Of the gap*: the share of the gap between
 plain and online that the form closes, with Fieller's interval, where the interval of online less plain lies above 0.
@@ -420,7 +420,7 @@ def prior_rule(tasks: list[Tuned]) -> dict:
 ABOUT_VERDICTS = f"""p-values are corrected by Holm's method for all of these verdicts. *Better than*: a two-sided t
 test over seeds. *Within {MARGIN} of*: two one-sided t tests, which ask whether the difference is smaller than {MARGIN} in
 both directions; five bases cannot show it where half of the interval is larger than that. A claim does not hold where
-the 95 % interval, without the correction, lies wholly on the other side; else it is not decided."""
+the 95% interval, without the correction, lies wholly on the other side; else it is not decided."""
 
 ABOUT_MEASURES = """Of pass@1 on the tiny models, of the reward on SmolLM2; after the last step. *Best measurements*: each
 run where it was best on the validation problems, as early stopping would have it. *Greedy*: of greedy decoding, not of
@@ -686,7 +686,7 @@ def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
         yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlim=(low, high)
     )
     axis.set_xlabel(
-        "share of the gap between plain (0) and online (1) that is closed; 95 % intervals"
+        "share of the gap between plain (0) and online (1) that is closed; 95% intervals"
     )
     add_common_legend(figure, axis)
     figure.savefig(path, dpi=150)
