@@ -2373,7 +2373,6 @@ def seed_for(*parts: int | str) -> int:
     """A seed derived from --seed, the step and a purpose. All randomness is seeded this way."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
 
-
 @torch.no_grad()
 def copy_full(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded."""

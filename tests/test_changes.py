@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -106,11 +107,10 @@ def patched(tmp_path: Path, *patches: tuple[str, str], more: str = ""):
 
 
 def test_a_loss_is_an_entry_of_the_table(tiny, monkeypatch):
-    def ipo(x, config):
-        sums = x.perceived.sum(-1)
-        return (sums[0::2] - sums[1::2] - 1 / (2 * config.beta)) ** 2
-
-    monkeypatch.setitem(LOSSES, "ipo", Loss(ipo, best_against_worst, "pair", settings="beta"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"\*\*A loss of your own\*\*.*?```python\n(.*?)sys.exit", readme, re.DOTALL)[1]
+    monkeypatch.setitem(LOSSES, "ipo", None)  # so that it is gone after the test
+    exec(code, {})
     policy, _, config = policy_of(tiny, loss="ipo", beta=0.5)
     batch = random_batch("dpo")
     assert gradient(policy, batch, config).abs().max() > 0
@@ -154,7 +154,7 @@ def test_the_mismatched_sequences_of_a_run_have_the_is_chosen_of_their_examples(
     forward = humanline.forward_backward
     monkeypatch.setattr(humanline, "forward_backward",
                         lambda policy, batch, config: (seen.append(batch), forward(policy, batch, config))[1])
-    run("--loss kto --steps 2 --batch-size 8")
+    run("--loss kto --steps 2 --batch-size 8", data="labels")
     for batch in seen:
         chosen = [(sequence.prompt, sequence.is_chosen) for sequence in batch.sequences]
         assert [(sequence.prompt, sequence.is_chosen) for sequence in batch.mismatched] == chosen

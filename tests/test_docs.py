@@ -1,6 +1,7 @@
 """The documentation agrees with the files, the flags and the metrics."""
 
 import re
+import shlex
 import subprocess
 
 import bench
@@ -62,6 +63,14 @@ def test_every_eval_command_in_the_readme_and_the_configs_exists():
     for path in paths:
         used = set(re.findall(r"\beval\.py (\w+)", path.read_text()))
         assert used <= commands, path.name
+
+
+def test_every_command_in_the_readme_is_a_valid_configuration(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = re.findall(r"^(?:python|torchrun .*) humanline\.py (--.*)", README.replace("\\\n", ""), re.M)
+    assert len(commands) == 3
+    for command in commands:
+        humanline.parse_config(shlex.split(command))
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=name_of)

@@ -174,10 +174,13 @@ def test_a_damaged_checkpoint_is_always_noticed_and_the_one_before_is_used(run, 
 def test_no_pickle_is_ever_read_from_disk(run, monkeypatch):
     import pickle
 
+    flags = "--steps 3 --save-every 1 --sample-every 2"
+    whole = run(flags)
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, lambda *args, **kwargs: pytest.fail("a pickle"))
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load"))
-    run("--steps 3 --save-every 1 --resume latest --sample-every 2")
+    resumed = run(f"{flags} --resume {whole}/checkpoint/step-00000002")
+    assert [line["step"] for line in metrics(resumed)] == [3]
 
 
 def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tiny, data_files, tmp_path):

@@ -28,6 +28,17 @@ from humanline import (
     token_logps,
 )
 
+def test_packs_hold_each_item_once_and_at_most_their_tokens_with_padding():
+    chance = np.random.default_rng(0)
+    widths, heights = chance.integers(1, 60, 200).tolist(), chance.integers(1, 9, 200).tolist()
+    for rows in (heights, None):
+        packs = humanline.pack(widths, 150, rows)
+        assert sorted(sum(packs, [])) == list(range(200)) and 20 < len(packs) < 200
+        for items in packs:
+            height = sum(rows[i] for i in items) if rows else len(items)
+            assert height * max(widths[i] for i in items) <= 150 or len(items) == 1
+
+
 each_dtype = pytest.mark.parametrize("dtype", [np.float64, np.float32])
 
 

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import eval as evaluation
 import humanline
+from humanline import Config
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.needs("peft")
-LORA = "--lora 4 --lora-alpha 8"
+LORA = "--lora 4 --lora-alpha 16"  # 8 is the default of peft
 
 
 def adapters_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -56,6 +57,7 @@ def test_all_linear_layers_but_the_head_get_an_adapter_and_log_probs_are_those_o
     names = {name.partition(".lora_")[0] for name in humanline.trained(policy)}
     linear = {name for name, module in base.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
     assert names == linear - {"lm_head"} and len(names) > 4
+    assert policy.peft_config["default"].lora_alpha == Config().lora_alpha
     learned(policy)
     policy.save_pretrained(tmp_path)
     theirs, sequences = plain_peft(tmp_path), some_sequences(policy)

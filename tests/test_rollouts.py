@@ -137,14 +137,14 @@ def test_rows_of_another_model_do_not_affect_the_other_rows(tiny, tmp_path, caps
 
 def test_held_out_completions_have_their_own_file(run, data_files):
     folder = run(f"--sample-every 1 --steps 2 --eval-data {data_files['prompts']} "
-                 "--eval-every 1 --eval-samples 3")
+                 "--eval-every 1 --eval-samples 3 --eval-prompts 5")
     lines = lines_of(folder / "eval_rollouts.jsonl")
-    assert [line["step"] for line in lines] == [0] * 72 + [1] * 72 + [2] * 72
+    assert [line["step"] for line in lines] == [0] * 15 + [1] * 15 + [2] * 15
     first, second = metrics(folder)
     accuracies = [first["accuracy_before"], first["accuracy"], second["accuracy"]]
     for step, accuracy in enumerate(accuracies):
         rewards = [line["reward"] for line in lines if line["step"] == step]
-        assert accuracy == pytest.approx(sum(rewards) / 72)
+        assert accuracy == pytest.approx(sum(rewards) / 15)
 
 
 def cut_back(whole: Path, to: Path, step: int) -> str:

@@ -201,13 +201,6 @@ BREAKS = {  # what the second drawing does, and what is said of it
     "return [group[1:] for group in answer]": NOT_SO_MANY,
     "return [[ids for ids, _ in group] for group in answer]": "must be an iterable",
     "return [[([103], [-1.0])] * 4] * 8": NOT_THAT,
-    "return [[([9.5, 3], [-1.0, -1.0])] * 4] * 8": NOT_THAT,
-    "return [[([9] * 5, [-1.0] * 5)] * 4] * 8": NOT_THAT,
-    "return [[([9, 3], [-1.0])] * 4] * 8": NOT_THAT,
-    "return [[([9, 3], [-1.0, float('nan')])] * 4] * 8": NOT_THAT,
-    "return [[([9], [-1.0])] * 4] * 8": NOT_THAT,
-    "return [[([], [])] * 4] * 8": NOT_THAT,
-    "return [[([9, 3, 3], [-1.0] * 3)] * 4] * 8": NOT_THAT,
 }
 
 
