@@ -442,6 +442,16 @@ def test_offline_answers_that_contain_thinking_open_it_exactly_once(folder, tmp_
     assert whole[1].endswith("assistant\nno<|im_end|>")
 
 
+def test_a_system_message_stays_if_the_template_drops_it_once_an_answer_follows(folder, tmp_path):
+    template = ("{% for m in messages %}{% if m.role != 'system' or messages[-1].role == 'user' %}"
+                "[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+                "{% if add_generation_prompt %}[assistant]{% endif %}")
+    loaded = with_template(folder, "qwen3", template, tmp_path / "model", system="Be brief.")
+    group = encoded_row(*loaded, prompt=PROMPT, chosen=ANSWER, rejected="no")
+    assert loaded[1].decode(group.prompt) == f"[system]Be brief.[user]{PROMPT}[assistant]"
+    assert loaded[1].decode(group.completions[0]) == f"{ANSWER}<|im_end|>"
+
+
 def test_template_arguments_reach_the_prompts(folder, tmp_path):
     settings = dict(template_values='{"enable_thinking": false, "more": {"none": null, "text": "é"}}')
     _, tokenizer, _ = with_template(folder, "qwen3", QWEN3_TEMPLATE, tmp_path / "model", **settings)

@@ -176,6 +176,12 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(run, flags, stop
     assert timeless(resumed) == timeless(whole)[stop:] and same_weights(resumed, whole)
 
 
+def test_a_run_reads_all_of_its_data(run, tiny, data_files, capsys):
+    both = f"{data_files['groups']} {data_files['labels']}"
+    run("--loss kto", flags=short_run(tiny, both))
+    assert f"{24 * 4 + 24} examples" in capsys.readouterr().out
+
+
 def test_resume_starts_from_scratch_without_a_checkpoint_and_skips_a_damaged_one(run, tmp_path, capsys):
     out = str(tmp_path / "out")
     folder = run("--steps 4 --save-every 1 --keep 3 --resume latest", out=out)
