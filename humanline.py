@@ -1893,6 +1893,7 @@ class Reward:
                 for value, is_good in zip(values, good)]
 
     def call(self, *samples: list) -> list:
+        """What the function returns. Raises ValueError unless that is one value for each completion."""
         values, count = self.function(*samples), len(samples[0])
         if len(values) != count:
             raise ValueError(f"it returned {values!r:.60} for {count} completions")

@@ -65,7 +65,7 @@ class Form:
 def last(run: dict) -> float:
     return run["test"][-1]
 
-def first(run: dict) -> float:
+def at_start(run: dict) -> float:
     """pass@1 of the base that the run started from."""
     return run["test"][0]
 
@@ -121,7 +121,7 @@ class Tuned:
 
     def paired(self, loss: str, *names: str) -> np.ndarray:
         """Which of these forms are paired by seed: those whose runs started from the same bases."""
-        starts = np.array(self.ends(loss, *names, at=first))
+        starts = np.array(self.ends(loss, *names, at=at_start))
         return (starts[:, None] == starts[None]).all(-1)
 
     def compare(self, loss: str, name: str, other: str, at: Callable = last) -> dict | None:
@@ -154,7 +154,7 @@ class Tuned:
                     k=form.k,
                     validation=form.validation,
                     seeds=len(runs),
-                    base=estimate(map(first, runs)),
+                    base=estimate(map(at_start, runs)),
                     test=estimate(map(last, runs)),
                     best=estimate(map(at_best, runs)),
                     minus_plain=self.compare(loss, name, "plain"),
@@ -179,10 +179,10 @@ half of the held-out problems, and then run on the test bases. pass@1 is exact, 
 Offline data are the base's own samples.
 
 ± is half of the 95% interval over test bases (Student's t); differences are paired by base, except where the base had
-been made again in between (*not paired*). *Best measurement*: pass@1 where it was best on the validation half, the base included: what stopping early would have given. *Online ± 0.02*: whether
-two one-sided tests say that the form is within 0.02 of online, and their p. *Of the gap*: the share of the gap between
-plain and online that the form closes, with Fieller's interval, where the interval of online less plain lies above 0.
-*Collapsed*: runs that end more than 0.1 below their own base, and more than 0.1 below their own best measurement. KL is
+been made again in between (*not paired*). *Best measurement*: pass@1 where it was best on the validation half, the base
+included: what stopping early would have given. *Online ± 0.02*: whether two one-sided tests say that the form is within
+0.02 of online, and their p. *Of the gap*: the share of the gap between plain and online that the form closes, with
+Fieller's interval, where the interval of online less plain lies above 0. *Collapsed*: runs that end more than 0.1 below their own base, and more than 0.1 below their own best measurement. KL is
 to the base, in nats a completion."""
 
 GRID = """Tuning: pass@1 on the validation half after the last step, the mean over the tuning bases, at every learning
@@ -258,7 +258,7 @@ def remade_bases(tuned: Tuned) -> str:
     """What is said where the runs of a seed did not all start from the same weights."""
     starts = {seed: set() for seed in tuned.tuning + tuned.tests}
     for run, outcome in tuned.known.items():
-        starts[run.seed].add(first(outcome))
+        starts[run.seed].add(at_start(outcome))
     widest = max((max(some) - min(some) for some in starts.values()), default=0)
     if not widest:
         return ""
