@@ -135,10 +135,10 @@ class Config:
     # Humanline: two parts, which can be turned off together or separately.
     humanline: bool = True  # Use syncing and perception. --no-humanline turns both off.
     sync_k: int = 24
-    """Set the reference to the policy every k steps; 0: never. Tune it together with --lr: offline on tiny
-    models, in 128 to 256 steps of GRPO, 24 to 128 was best, and 8 to 24 with --positive-only; with 8 or less
-    and all completions, runs often collapsed. The paper recommends 12 to 24 for mathematics, where 1
-    collapsed; its authors use 1 for instructions."""
+    """Set the reference to the policy every k steps; 0: never. Tune it together with --lr. In offline GRPO of
+    tiny models, over 128 to 256 steps, 24 to 128 was best, and runs often collapsed at 8 or less; with
+    --positive-only, 8 to 24 was best. The paper recommends 12 to 24 for mathematics, where 1 collapsed; its
+    authors use 1 for instructions."""
     perception: Literal["clip", "sample", "none"] = "clip"  # What is done to log-ratios before the loss.
     log_eps_p: float = -1.5  # Lower bound of the clip, in nats.
     log_eps_r: float = 1.5  # Upper bound of the clip, in nats.
@@ -185,7 +185,7 @@ class Config:
     # The loop.
     steps: int | None = None  # Optimizer steps. Default: one pass over the data.
     batch_size: int | None = None
-    """Groups (GRPO), pairs (DPO; online prompts) or examples (KTO) per step, over all ranks. Default: 32, for
+    """Groups (GRPO), pairs (DPO; online: prompts) or examples (KTO) per step, over all ranks. Default: 32, for
     KTO 64."""
     lr: float | None = None  # Peak learning rate of AdamW. Default: 1e-6, or 1e-5 with --lora.
     warmup: float = 0.1  # Fraction of steps of linear warmup; the learning rate is constant afterwards.
@@ -237,7 +237,7 @@ class Config:
             self.batch_size = loss.batch_size
         self.out = self.out and os.path.expanduser(self.out)
         check_config(self)
-        # Online, a plain loss compares the policy with the old policy; only its KL is to the reference.
+        # Online without syncs, the policy is compared with the old policy; only the KL is to the reference.
         self.ratio_to_old = needs_reference and self.sample_every > 0 and self.sync_k == 0
         self.needs_reference = needs_reference and (not self.ratio_to_old or self.kl_beta > 0)
         # T in softmax(logits / T): the sampling temperature for rollouts, 1 for the completions in the data.
@@ -397,7 +397,7 @@ class Group:
     rewards: list[float]
     labelled: bool = False  # rewards are labels (1 desirable, 0 undesirable), and are not compared
     logps: list[list[float]] = field(default_factory=list)  # log μ of each token, if known
-    sequences: list["Sequence"] = field(default_factory=list)  # made of the completions by `make_units`
+    sequences: list["Sequence"] = field(default_factory=list)  # made of the completions by `prepare_groups`
     units: list[list["Sequence"]] = field(default_factory=list)  # what the loss makes of the sequences
 
 @dataclass
@@ -407,7 +407,7 @@ class Sequence:
     prompt: list[int]
     completion: list[int]
     advantage: float = 0.0
-    is_chosen: bool = False  # its advantage is positive; or it is labelled desirable
+    is_chosen: bool = False  # it is labelled desirable; without labels, its advantage is positive
     kto_weight: float = 1.0  # λ_D or λ_U
     ref_logps: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t)
     old_logps: Tensor | None = None  # (len(completion),) of the old policy; None: it is the policy itself
@@ -441,7 +441,7 @@ class Microbatch:
     # Computed in the step, in this order.
     logps: Tensor | None = None  # (N, T) log π_θ
     d: Tensor | None = None  # (N, T) log π_θ - log π_ref, if needed
-    log_ratio: Tensor | None = None  # (N, T) what is perceived: d, or if plain and online log π_θ - log π_old
+    log_ratio: Tensor | None = None  # (N, T) what is perceived: d; online without syncs log π_θ - log π_old
     perceived: Tensor | None = None  # (N, T) d̃
     is_low: Tensor | None = None  # (N, T) booleans: the log-ratio is too low, and passes no gradient
     is_high: Tensor | None = None  # (N, T) booleans: it is too high, and passes no gradient
@@ -457,11 +457,8 @@ def best_against_worst(group: Group) -> list[list[Sequence]]:
     return [[group.sequences[group.rewards.index(reward)] for reward in (best, worst)]]
 
 def above_and_below_mean(group: Group) -> list[list[Sequence]]:
-    """KTO: each completion is an example. `make_units` has marked those above the group's mean as desirable;
-    a label overrides that. A group whose rewards are all equal gives none."""
-    if group.labelled:
-        group.sequences[0].is_chosen = group.rewards[0] > 0.5
-    elif max(group.rewards) == min(group.rewards):
+    """KTO: each completion is an example; without labels, none of a group whose rewards are all equal."""
+    if not group.labelled and max(group.rewards) == min(group.rewards):
         return []
     return [[sequence] for sequence in group.sequences]
 
@@ -506,9 +503,9 @@ class Loss:
     """Everything that the program knows about a loss. To add a loss, add an entry to LOSSES.
 
     compute(x, config) takes the record of a microbatch and returns either (N, T) token losses, which are averaged
-    as --average says, or one loss per pair or example. The mean is always over the global batch. With
-    --positive-only, a loss of pairs that lists it in its settings gets the chosen sequences alone, and x.d and
-    x.perceived are None."""
+    as --average says, or one loss per pair or example. The mean is always over the global batch. Online
+    without syncs, x.d is None unless --kl-beta is set. With --positive-only, a loss of pairs that lists it in
+    its settings gets the chosen sequences alone, and x.d and x.perceived are None."""
 
     compute: Callable[[Microbatch, Config], Tensor]
     make_units: Callable[[Group], list[list[Sequence]]]
@@ -552,7 +549,7 @@ def train(config: Config) -> "Run":
         policy, tokenizer = load_policy(config, run.device)
         sampler = Sampler(policy, tokenizer, config)
         groups = encode_rows(rows, sampler, online=config.sample_every > 0)
-        batches = Batches(config, groups, sampler.max_positions)
+        batches = Batches(config, groups, sampler.longest)
         optimizer = torch.optim.AdamW(trained(policy).values(), config.lr, eps=config.adam_eps,
                                       weight_decay=config.weight_decay, fused=True)
         reference = Reference(policy, batches, config)
@@ -851,7 +848,7 @@ class Run:
             from_first_rank(lambda: setattr(self, "track", start_tracker(config, self.out)))
         if RANK == 0:
             for path in (self.out / "checkpoint").glob("step-*"):  # damaged or outdated
-                if not self.checkpoint or path.name > self.checkpoint.name:
+                if path.name >= f"step-{first:08d}":
                     shutil.rmtree(path)
             (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
             for file in map(self.out.joinpath, LOG_FILES):
@@ -1319,13 +1316,13 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     require(row.prompt[-1]["role"] != "assistant",
             f"{where}: the prompt ends with an answer, which is not continued; remove its last message")
     require(not columns.get("tools"), f"{where}: 'tools' are not read; remove the column")
-    if config.prompt_template is not None and not row.tokens:  # the prompt of a rollout has it already
+    if config.prompt_template is not None and not row.tokens:  # the prompt of a rollout is complete
         columns["prompt"] = row.prompt[-1]["content"]
         with explained(f"{where}: --prompt-template", "name columns of the rows"):
             text = re.sub(r"\{([a-zA-Z_]\w*)\}", lambda name: str(columns[name[1]]), config.prompt_template)
         row.prompt[-1]["content"] = text
     system = columns.get("system") or config.system
-    if system is not None and row.prompt[0]["role"] != "system":
+    if system is not None and not row.tokens and row.prompt[0]["role"] != "system":
         row.prompt.insert(0, dict(role="system", content=system))
     return row
 
@@ -1406,8 +1403,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
     with explained(f"{flag}: the chat template of the model rejects a prompt",
                    "change the prompts, or omit --system"):
         encoded = encode_dialogues(tokenizer, rows)
-    longest = min(sampler.max_positions, config.max_length or sampler.max_positions)
-    longest_prompt = config.max_prompt_length or longest
+    longest_prompt = config.max_prompt_length or sampler.longest
     groups = []
     foreign = 0
     for number, (row, (prompt, *wholes)) in enumerate(zip(rows, encoded)):
@@ -1428,13 +1424,13 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
                 f"{row.where}: the tokenizer of --model {config.model} gives no tokens for it, or some that "
                 "the model does not have; use the model's own tokenizer")
         room = max(map(len, group.completions), default=config.max_new_tokens)
-        if len(group.prompt) <= longest_prompt and len(group.prompt) + room <= longest:
+        if len(group.prompt) <= longest_prompt and len(group.prompt) + room <= sampler.longest:
             groups.append(group)
     if foreign:
         warn(f"{flag}: the tokens of {foreign} rows do not match their texts under this tokenizer; the texts "
              "are used instead, and their sampler counts as unknown")
-    limits = (f"a prompt may have {longest_prompt} tokens, and with its completion {longest} (the model has "
-              f"{sampler.max_positions}); see --max-length, --max-prompt-length and --max-new-tokens")
+    limits = (f"a prompt may have {longest_prompt} tokens, and with its completion {sampler.longest} (the "
+              f"model has {sampler.max_positions}); see --max-length, --max-prompt-length and --max-new-tokens")
     require(groups, f"{flag}: no row is short enough: {limits}")
     if len(groups) < len(rows):
         warn(f"{flag}: dropped {len(rows) - len(groups)} rows that are too long: {limits}")
@@ -1457,17 +1453,17 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
 
     So an empty thought, which Qwen3 puts before an answer, is part of the completion. DeepSeek-R1 opens a
     thought at the end of a prompt but not before an answer; there the common part ends earlier."""
-    is_plain = not tokenizer.chat_template  # a template adds special tokens itself
+    has_template = bool(tokenizer.chat_template)  # it adds special tokens itself
     texts = []
     for row in rows:
         start = render(tokenizer, row.prompt, add_generation_prompt=True)
         require(is_written(row.prompt, start),
                 f"{row.where}: the chat template of the model drops a message of its prompt")
         texts += [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
-    ids_of = iter(tokenizer(texts, add_special_tokens=is_plain)["input_ids"])
+    ids_of = iter(tokenizer(texts, add_special_tokens=not has_template)["input_ids"])
     encoded = [[next(ids_of) for _ in ("prompt", *row.completions)] for row in rows]
     for prompt, *_ in encoded:
-        if is_plain and prompt[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end every text with EOS
+        if not has_template and prompt[-1:] == [tokenizer.eos_token_id]:  # some end every text with EOS
             prompt.pop()
     return encoded
 
@@ -1516,9 +1512,9 @@ class Batches:
     """The batches of a run, in order. Offline they are a function of --seed and the step; online they are
     made from rollouts. `pending` holds batches that were made but not yet trained on."""
 
-    def __init__(self, config: Config, groups: list[Group], max_positions: int):
+    def __init__(self, config: Config, groups: list[Group], longest: int):
         self.config = config
-        self.max_positions = max_positions
+        self.longest = longest  # of a prompt with its completion, in tokens
         self.fingerprint = ""  # of the rows and the model; must be the same on resume
         self.loss = LOSSES[config.loss]
         self.pending = deque()
@@ -1534,7 +1530,7 @@ class Batches:
                     "or labels; sample completions with --sample-every 1")
             require(self.loss.unit == "example" or not any(group.labelled for group in groups), "--data: "
                     "labelled completions do not form pairs or groups; use --loss kto, or --sample-every 1")
-            make_units(groups, config)
+            prepare_groups(groups, config)
             self.pool = [(unit, group) for group in groups for unit in group.units]
             require(any(not sequence.is_idle for unit, _ in self.pool for sequence in unit),
                     "--data: no row has both a better and a worse completion")
@@ -1563,7 +1559,7 @@ class Batches:
         """Make the batches up to step `until`; online, from the rollouts of the prompts `of_steps`."""
         first = self.made_until + 1
         if rollouts is not None:
-            make_units(rollouts, self.config)
+            prepare_groups(rollouts, self.config)
         for step in range(first, until + 1):
             if rollouts is None:
                 members = self.of_steps(step, step)
@@ -1585,20 +1581,20 @@ class Batches:
 
     def mismatch(self, sequences: list[Sequence]) -> list[Sequence]:
         """Combine each prompt with the completion of the next sequence that has another prompt, for z₀. Online,
-        where the completions of a prompt are neighbours, each takes one of its own from the next group."""
-        longest = min(self.max_positions, self.config.max_length or self.max_positions)
+        this looks from a whole group further on: otherwise all completions of a prompt, which are neighbours,
+        would be replaced by the same one."""
         shift = self.config.group_size if self.config.sample_every else 0
         mismatched = []
         for i, sequence in enumerate(sequences):
             start = (i + shift) % len(sequences)
             for other in sequences[start:] + sequences[:start]:
                 if other.prompt != sequence.prompt:
-                    completion = other.completion[: longest - len(sequence.prompt)]
+                    completion = other.completion[: self.longest - len(sequence.prompt)]
                     mismatched.append(Sequence(sequence.prompt, completion, is_chosen=sequence.is_chosen))
                     break
         return mismatched
 
-def make_units(groups: list[Group], config: Config) -> None:
+def prepare_groups(groups: list[Group], config: Config) -> None:
     """Turn the completions of each group into sequences with advantages, and these into the units of the
     loss."""
     loss = LOSSES[config.loss]
@@ -1614,7 +1610,8 @@ def make_units(groups: list[Group], config: Config) -> None:
         group.sequences = []
         for i, completion in enumerate(group.completions):
             advantage = float(advantages[i])
-            sequence = Sequence(group.prompt, completion, advantage, is_chosen=advantage > 0)
+            is_chosen = group.rewards[i] > 0.5 if group.labelled else advantage > 0
+            sequence = Sequence(group.prompt, completion, advantage, is_chosen)
             sequence.is_idle = advantage == 0 and not needs_all
             if group.logps:
                 sequence.sampler_logps = torch.tensor(group.logps[i], dtype=torch.float32)
@@ -1636,6 +1633,7 @@ class Sampler:
             self.stop_ids = find_stop_ids(policy, tokenizer)
         positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         self.max_positions = positions or 2**31
+        self.longest = min(self.max_positions, config.max_length or self.max_positions)
         self.vocabulary = set(range(len(policy.get_input_embeddings().weight)))
         self.external = None  # a --sampler, used instead of `generate`
         # Loading a reward can take long.

@@ -92,7 +92,8 @@ def train(policy, tokenizer, rows, draw):
             here = slice(start, start + config.sample_every * size)
             units[here] = make_units([draw(policy, tokenizer, row, step) for row in units[here]])
         batch = sum(units[start : start + size], [])
-        optimizer.zero_grad(set_to_none=False)  # so that a step without a batch has gradients, too
+        for p in policy.parameters():
+            p.grad = torch.zeros_like(p)  # also for a step without a batch
         if batch:
             mean_loss(policy, old_policy, reference, batch, step).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)

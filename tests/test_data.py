@@ -32,7 +32,7 @@ def sampler_of(tiny, **settings):
 
 
 def units(loss, *groups):
-    humanline.make_units(groups, Config(loss=loss))
+    humanline.prepare_groups(groups, Config(loss=loss))
     return sum([group.units for group in groups], [])
 
 
@@ -271,10 +271,10 @@ def test_system_message_and_prompt_template_surround_the_prompt():
     assert row.prompt == [mine, question]
     assert read({"system": "", "prompt": "1+1?"}).prompt == [question]
 
-    # The template has been filled in already.
+    # The prompt of a rollout is complete.
     rollout = dict(
         prompt="1+1? Box it.", completion="2", reward=1, tokens=[5, 3], logps=[-1.0, -1.0])
-    row = read(rollout, prompt_template="{prompt} Box it.")
+    row = read(rollout, system="Be brief.", prompt_template="{prompt} Box it.")
     assert row.prompt == [user("1+1? Box it.")]
 
     template = "On {topic}: {prompt} \\frac{1}{2}"

@@ -9,7 +9,7 @@ import torch
 from conftest import double, gradient, logps_of, metrics, policy_of, random_batch
 
 import humanline
-from humanline import Config, Group, make_units
+from humanline import Config, Group, prepare_groups
 
 sys.path.append(str(Path(__file__).parent / "claims"))
 import neighbours  # noqa: F401  (adds entries to LOSSES)
@@ -19,7 +19,7 @@ import neighbours  # noqa: F401  (adds entries to LOSSES)
 def test_with_positive_only_worse_completions_have_no_gradient(loss):
     config = Config(loss=loss, positive_only=True)
     group = Group(0, [1], [[2], [3], [4]], [1.0, 0.5, 0.0])
-    make_units([group], config)
+    prepare_groups([group], config)
     better, average, worse = group.sequences
     if loss == "grpo":
         assert better.advantage > 0 == average.advantage == worse.advantage
@@ -101,7 +101,7 @@ def test_offline_the_initial_policy_stands_in_for_an_unknown_sampler(run, tiny, 
 @pytest.mark.parametrize("loss", ["grpo", "grpo-taper-prior"])
 def test_a_prior_gives_groups_without_a_difference_a_gradient(loss):
     groups = [Group(i, [1, 2], [[3, 9]] * 4, [reward] * 4) for i, reward in enumerate((1.0, 0.0))]
-    humanline.make_units(groups, Config(loss=loss))
+    humanline.prepare_groups(groups, Config(loss=loss))
     right, wrong = ([sequence.advantage for sequence in group.sequences] for group in groups)
     has_prior = "prior" in loss
     assert all(advantage > 0 for advantage in right) == has_prior

@@ -244,7 +244,7 @@ def batch_of(equal: int, different: int, **settings):
         rewards = [1.0] * 4 if number < equal else [0.0, 1.0, 0.5, 0.0]
         completions = [[20 + i, 30 + number, 3][i % 2 :] for i in range(4)]
         groups.append(Group(number, [10 + number, 11, 12], completions, rewards))
-    humanline.make_units(groups, Config(**settings))
+    humanline.prepare_groups(groups, Config(**settings))
     sequences = []
     for group in groups:
         sequences += group.sequences

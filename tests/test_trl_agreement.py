@@ -39,11 +39,11 @@ def run_ours(
     """Returns the weights before each step and after the last one, the batches (whose sequences know their
     row) and the metrics."""
     weights, batches, row_of_prompt = [], [], {}
-    forward_backward, make_units = humanline.forward_backward, humanline.make_units
+    forward_backward, prepare_groups = humanline.forward_backward, humanline.prepare_groups
 
     def noted(groups, config):
         row_of_prompt.update({tuple(group.prompt): group.row for group in groups})
-        make_units(groups, config)
+        prepare_groups(groups, config)
 
     def watched(policy, batch, *args):
         weights.append(copy_of(policy))
@@ -56,7 +56,7 @@ def run_ours(
               f"--warmup 0 --lr {LR} --adam-eps {EPS} --max-grad-norm {NORM} --out {out / 'run'}")
     with monkeypatch.context() as patch:
         patch.setattr(humanline, "forward_backward", watched)
-        patch.setattr(humanline, "make_units", noted)
+        patch.setattr(humanline, "prepare_groups", noted)
         run = humanline.train(humanline.parse_config([*common.split(), *flags.split()]))
     return [*weights, copy_of(run.policy)], batches, humanline.read_lines(out / "run" / "metrics.jsonl")
 

@@ -60,7 +60,7 @@ def test_json_values_stay_as_they_are_written(tmp_path):
 
 def test_a_group_without_a_difference_has_no_advantage_even_if_its_mean_is_rounded():
     group = Group(0, [1], [[2]] * 8, [0.1] * 8)  # eight times 0.1 is less than 0.8
-    humanline.make_units([group], Config())
+    humanline.prepare_groups([group], Config())
     assert {sequence.advantage for sequence in group.sequences} == {0.0}
 
 
@@ -133,10 +133,11 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_keeps_one_line_for_each_s
     flags = short_run(tiny, data_files["groups"], f"--out {out} --save-every 2 --keep 9 --steps 6")
     train(flags)
     shutil.rmtree(out / "final")
+    copy = shutil.copytree(out / "checkpoint" / "step-00000002", out / "checkpoint" / "best")
     with monkeypatch.context() as patch:
         patch.setattr(humanline, "forward_backward", None)  # it fails before its first checkpoint
         with pytest.raises(TypeError):
-            train([*flags, "--resume", str(out / "checkpoint" / "step-00000002")])
+            train([*flags, "--resume", str(copy)])
     assert [path.name for path in (out / "checkpoint").glob("step-*")] == ["step-00000002"]
     train([*flags, "--resume", "latest"])
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5, 6]

@@ -87,14 +87,14 @@ def tapered(like: str) -> Callable[[Microbatch, Config], Tensor]:
     return compute
 
 
-make_units = humanline.make_units
+prepare_groups = humanline.prepare_groups
 
 
-def make_units_with_prior(groups: list[Group], config: Config) -> None:
+def prepare_groups_with_prior(groups: list[Group], config: Config) -> None:
     """With a loss whose name ends in "prior", advantages are computed as if each group had one more rollout, with the
     mean reward of all groups: then a group whose completions are all right still has a gradient. AsymRE (arXiv
     2506.20520) lowers the baseline for the same reason."""
-    make_units(groups, config)
+    prepare_groups(groups, config)
     if not config.loss.endswith("prior"):
         return
     mean_reward = fmean([fmean(group.rewards) for group in groups])
@@ -107,7 +107,7 @@ def make_units_with_prior(groups: list[Group], config: Config) -> None:
             sequence.is_idle = advantage == 0
 
 
-humanline.make_units = make_units_with_prior
+humanline.prepare_groups = prepare_groups_with_prior
 
 
 class Reference(humanline.Reference):
