@@ -148,7 +148,7 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-if __name__ == "users_file":  # in the process of --reward math
+if "users_file" in sys.modules:  # in the process of a reward
     if sys.platform == "linux":
         limit_memory()
     prepare()

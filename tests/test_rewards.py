@@ -185,13 +185,14 @@ math_reward.prepare()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux keeps the limit")
-def test_the_math_process_has_a_memory_limit_even_after_it_was_killed():
-    reward = load("math")
+@pytest.mark.parametrize("name, right", [("math", 1.0), (f"{ROOT}/configs/rewards.py:math_recipe", 8.0)])
+def test_the_process_of_math_rewards_has_a_memory_limit_even_after_it_was_killed(name, right):
+    reward = load(name)
     killed = process_number(reward)
     os.kill(killed, signal.SIGKILL)
     sample = [PROMPT], [r"\boxed{\frac{2}{4}}"], [{"answer": r"\frac{1}{2}"}]
     reward(*sample)  # the process is gone; another rewards this sample alone
-    assert reward(*sample) == [1.0] and process_number(reward) != killed
+    assert reward(*sample) == [right] and process_number(reward) != killed
     limits = Path(f"/proc/{process_number(reward)}/limits").read_text()
     assert int(re.search(r"Max address space\s+(\d+)", limits)[1]) == 4 << 30
 
