@@ -101,20 +101,16 @@ def write_workload(folder: Path, load: Workload) -> None:
     chance = random.Random(0)
     word = lambda: f"w{chance.randrange(load.vocabulary - 3)}"
     text = lambda low, high: " ".join(word() for _ in range(chance.randint(low, high)))
-    prompt, answer = lambda: text(load.prompt, load.prompt), lambda: text(load.low, load.high)
+    prompt = lambda: text(load.prompt, load.prompt)
+    answer = lambda: f" {text(load.low, load.high)}"  # TRL puts it right behind the prompt
     make = {"dpo": lambda i: dict(prompt=prompt(), chosen=answer(), rejected=answer()),
             "kto": lambda i: dict(prompt=prompt(), completion=answer(), label=i % 2 == 0),
             "grpo": lambda i: dict(prompt=prompt(), answer=str(i)),
             "grpo-offline": lambda i: dict(
                 prompt=prompt(), completions=[text(load.new - 1, load.new - 1) for _ in range(load.batch)],
                 scores=[chance.random() for _ in range(load.batch)])}
-    answers = ("chosen", "rejected", "completion")
     for loss, row in make.items():
         rows = [row(i) for i in range(load.batch * load.steps)]
-        if loss != "grpo":
-            spaced = lambda row: {key: " " + value if key in answers else value
-                                  for key, value in row.items()}
-            rows = [spaced(row) for row in rows]
         (folder / f"{loss}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
 
@@ -286,8 +282,8 @@ def write_real_workload(folder: Path, load: Workload, real: str) -> Workload:
 
 def lora(folder: Path, load: Workload, real: str | None, rounds: int) -> None:
     """DPO on a real model, with full weights and with adapters of rank 16."""
-    data = real_rows(folder, load.batch * load.steps)
-    common = f"--model {real or DEMO} --data {data} --save-every {load.steps}"
+    Path(real_rows(folder, load.batch * load.steps)).rename(folder / "dpo.jsonl")
+    common = f"--model {real or DEMO} --save-every {load.steps}"
     ways = {"all weights, --sync-k 1": "--sync-k 1", "--lora 16 --sync-k 1": "--lora 16 --sync-k 1",
             "--lora 16 --no-humanline": "--lora 16 --no-humanline"}
     train = lambda flags: run_humanline(folder, load, "dpo", f"{common} {flags}")
@@ -499,7 +495,7 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
         if real:
             return new * count
         is_stop = drawn[:, ids.shape[1] :] % 128 == 0
-        return int((is_stop.cumsum(1) == 0).sum()) + count
+        return int((is_stop.cumsum(1) - is_stop.int() == 0).sum())  # up to the first stop
 
     def trainers() -> int:
         return sum(len(ids) for ids, _ in humanline.sample(policy, prompts, stops, config, 0))
@@ -548,11 +544,13 @@ def main(what: list[Literal["steps", "overhead", "online", "decoding", "lora", "
             import trl  # noqa: F401
 
             trl_python = sys.executable
+    if store and not trl_python:
+        raise SystemExit("--store needs TRL")
     with tempfile.TemporaryDirectory() as temporary:
         for kind in what:
             of_kind = replace(load, new=256) if kind == "online" else load
             is_real = kind == "steps" and real is not None
-            workload = ("real" if is_real else "gpu" if gpu else "small") if store else ""
+            workload = ("real-" * is_real + "gpu" if gpu else "real" if is_real else "small") if store else ""
             folder = Path(temporary, f"{is_real}-{of_kind.new}")
             if is_real:
                 of_kind = write_real_workload(folder, load, real)

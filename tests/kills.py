@@ -10,6 +10,7 @@ metrics.jsonl (except for times) must be equal, bit for bit. The exit status is 
 """
 
 import argparse
+import contextlib
 import json
 import random
 import shutil
@@ -35,6 +36,12 @@ def contents(folder: Path) -> dict[str, object]:
             "eval_rollouts": (folder / "eval_rollouts.jsonl").read_text()}
 
 
+def finish(run: subprocess.Popen) -> None:
+    error = run.communicate()[1]
+    if run.returncode:
+        sys.exit(f"a run failed:\n{error}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -54,26 +61,24 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder, "whole")
         started = time.perf_counter()
-        error = start(whole).communicate()[1]
+        finish(start(whole))
         seconds, expected = time.perf_counter() - started, contents(whole)
         print(f"an uninterrupted run takes {seconds:.0f} s", flush=True)
-        if "error" in error:
-            print(error, flush=True)
         different = []
         for number in range(flags.kills):
-            out, moments = Path(folder, f"killed-{number}"), []
-            while not (out / "final").exists():
+            out, is_whole = Path(folder, f"killed-{number}"), True
+            while is_whole:  # until a kill came before the run was over
+                shutil.rmtree(out, ignore_errors=True)
                 run, moment = start(out), chance.uniform(0, 1.1 * seconds)
-                try:
-                    run.communicate(timeout=moment if not moments else None)  # kill it only once
-                except subprocess.TimeoutExpired:
-                    run.kill()
-                    run.communicate()
-                moments.append(moment)
-            steps = len((out / "metrics.jsonl").read_text().splitlines())
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.communicate(timeout=moment)
+                run.kill()
+                run.communicate()
+                is_whole = run.returncode == 0
+            finish(start(out))
             actual = contents(out)
             differs = [name for name in expected if actual[name] != expected[name]]
-            print(f"{number + 1}: killed after {moments[0]:.1f} s, {steps} steps, "
+            print(f"{number + 1}: killed after {moment:.1f} s, "
                   f"{'different ' + ', '.join(differs) if differs else 'equal'}", flush=True)
             different += differs
             shutil.rmtree(out)
