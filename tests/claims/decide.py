@@ -200,19 +200,20 @@ FORM_HEAD = (
 
 def page(task: str, compared: list[Compared], decisions: dict[str, dict]) -> str:
     count = sum(len(one.known) for one in compared)
-    missing = 0
+    missing = {}
     for one in compared:
         seeds = list(real.TEST_SEEDS[one.loss])
         if one.loss in DECIDED and decisions[one.loss]["outcome"] == NEEDS_MORE:
             seeds += real.MORE_SEEDS
-        missing += real.count_missing(task, one.loss, one.known, seeds)
+        missing[one.loss.upper()] = real.count_missing(task, one.loss, one.known, seeds)
     text = [
         f"# SmolLM2 on *{task}*: does humanline reach online?",
         f"{count} runs of [real.py](real.py).",
     ]
-    if missing:
+    incomplete = [f"{loss} (some {number})" for loss, number in missing.items() if number]
+    if incomplete:
         text.append(
-            f"**Incomplete.** Some {missing} runs are missing. "
+            f"**Incomplete.** Runs are missing of {' and '.join(incomplete)}. "
             "No form is tested before all forms of its loss are tuned."
         )
     text += [setting_table(task, compared), "## Decision", RULE, decision_table(decisions), "## Tests", HOW]
