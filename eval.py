@@ -33,7 +33,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Any, Callable, Iterable, Literal
+from typing import Annotated, Any, Callable, Iterable, Iterator, Literal
 
 if __name__ == "__main__":  # no traceback if Ctrl-C is pressed during the slow imports below
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -43,7 +43,7 @@ import torch
 import tyro
 
 import humanline
-from humanline import Config, Group, Reward, Row, Sampler, UserError, require
+from humanline import Config, Group, Reward, Row, Sampler, UserError, encode_rows, read_rows, require
 
 # ---------- Arguments ---------------------------------------------------------------------------------------
 # Each field is a flag; the text after or below it is its help.
@@ -67,10 +67,12 @@ class Settings:
 class RowSettings(Settings):
     """Flags of every command that loads a model and reads rows."""
 
-    limit: int | None = None  # Read at most this many rows per source. Default: the run's.
+    limit: int | None = None  # Read at most this many rows per source. Default: all.
     max_prompt_length: int | None = None  # Drop rows with a prompt of more than this many tokens.
     reward: str | None = None
     """Reward for a completion: exact, math or FILE.py:function. Default: the run's, or exact."""
+    reward_args: str | None = None
+    """Extra keyword arguments for FILE.py:function, as a JSON object. Default: the run's, without --reward."""
     reward_seconds: float | None = None
     """Time limit, in seconds, for one call to the math reward, a custom reward or a judge."""
 
@@ -172,7 +174,8 @@ PANELS = {
     "speed": "tokens/s since the start",
     "sampling": "sampling time since the start, seconds",
 }
-NOT_SMOOTHED = ("accuracy", "speed", "lr", "seconds", "sampling")
+MEASURED = "accuracy", "greedy"  # on held-out rows, at some steps
+NOT_SMOOTHED = (*MEASURED, "speed", "lr", "seconds", "sampling")
 
 def check_flags(flags: Any) -> None:
     """Raises UserError if a count is out of range, or if a flag that takes a list has no value."""
@@ -222,8 +225,8 @@ def interval(
     if np.ptp(values) == 0:
         low = mean if low is None else low
         high = mean if high is None else high
-        margin = (high - low) * (1 - 0.025 ** (1 / len(values)))
-        return mean, max(low, mean - margin), min(high, mean + margin)
+        share = 1 - 0.025 ** (1 / len(values))  # of unseen values that may be elsewhere
+        return mean, mean - share * (mean - low), mean + share * (high - mean)
     normal = NormalDist()
     repeats = 2000
     deviations = values - mean
@@ -317,14 +320,14 @@ def run_folder(spec: str, flag: str) -> Path | None:
     if path.name == "final" and (path.parent / "config.toml").exists():
         path = path.parent
     has_config = (path / "config.toml").exists()
-    if has_config and (path / "final").is_dir():
+    is_model = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
+    if has_config and (is_model or (path / "final").is_dir()):  # a run, or a copy of its final/
         return path
     require(
         not has_config and not (path / "checkpoint").is_dir(),
         f"{flag} {spec}: the run did not finish, so it has no final/; resume it with "
         f"python humanline.py --config {path / 'config.toml'} --out {path} --resume latest",
     )
-    is_model = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
     require(
         is_model or not path.is_dir(),
         f"{flag} {spec}: this folder is neither a run (config.toml and final/) nor a model (config.json)",
@@ -340,19 +343,25 @@ def config_for(spec: str, flags: Settings, flag: str = "--model", fallback_run: 
     run, overridden by our flags."""
     own_run = run_folder(spec, flag)
     run = own_run or fallback_run
-    args = ["--model", str(own_run / "final") if own_run else spec]
+    if own_run and (own_run / "final").is_dir():
+        spec = str(own_run / "final")
+    args = ["--model", spec]
     if flags.config:
         args += ["--config", flags.config]
     elif run:
         args += run_flags(run)
-    names = "seed system prompt_template max_new_tokens dtype limit max_prompt_length reward reward_seconds"
+    names = "seed system prompt_template max_new_tokens dtype max_prompt_length reward reward_args reward_seconds"
     overrides = {name: getattr(flags, name, None) for name in names.split()}
     for name in ("temperature", "top_p"):
         overrides[name] = getattr(flags, name, 1.0)
     for name, value in overrides.items():
         if value is not None:
             args.append(f"{humanline.flag_of(name)}={value}")
-    return humanline.parse_config(args)
+    config = humanline.parse_config(args)
+    config.limit = getattr(flags, "limit", None)  # that of a run is for its training data
+    if overrides["reward"] and not overrides["reward_args"]:
+        config.reward_args = None  # that of a run is for its own reward
+    return config
 
 def run_flags(run: Path) -> list[str]:
     """The settings of a run, as flags."""
@@ -371,7 +380,7 @@ def configs_for(flags: Accuracy | Show | Chat) -> list[Config]:
 def configs_with_one_reward(flags: Accuracy | Show) -> list[Config]:
     """The configuration of each --model. Raises UserError if their rewards differ."""
     configs = configs_for(flags)
-    names = sorted({config.reward for config in configs})
+    names = sorted({f"{config.reward} {config.reward_args or ''}".strip() for config in configs})
     require(
         len(names) == 1,
         f"--model: these runs have different rewards, {' and '.join(names)}; choose one with --reward",
@@ -399,15 +408,6 @@ def data_to_evaluate(flags: Accuracy | Show | Winrate, config: Config) -> str:
         data, f"--data: pass the rows to evaluate on; --model {config.model} has no --eval-data of its own"
     )
     return data
-
-def read_rows(data: str, config: Config) -> list[Row]:
-    """Read the rows of --data. Raises UserError if there are none."""
-    return humanline.read_rows(data, config, "--data")
-
-def encode(sampler: Sampler, rows: list[Row], offline: bool) -> list[Group]:
-    """Encode rows as the trainer does: with their completions if `offline`, else as prompts to sample
-    from."""
-    return humanline.encode_rows(rows, sampler, online=not offline)
 
 def draw(
     sampler: Sampler,
@@ -567,9 +567,9 @@ def accuracy(flags: Accuracy) -> None:
     all_samples = []
     samples_of = defaultdict(list)  # by the model's index, sampled or greedy, and row
     for i, (name, config) in enumerate(zip(flags.model, configs)):  # only one model in memory at a time
-        rows = read_rows(data, config)
+        rows = read_rows(data, config, "--data")
         sampler = load(name, config)
-        prompts = encode(sampler, rows, offline=False)
+        prompts = encode_rows(rows, sampler, online=True)
         groups_by_kind = dict(sampled=draw(sampler, prompts, rows, flags.samples, 2 * i))
         if flags.greedy:
             groups_by_kind["greedy"] = draw(sampler, prompts, rows, 1, 2 * i + 1, greedy=True)
@@ -648,7 +648,7 @@ def show_completions(flags: Show) -> None:
     samples = 1 if flags.greedy else flags.samples
     prompts, completions = [], []  # one dict per model: a prompt's text and its completions, by row
     for stream, (name, config) in enumerate(zip(flags.model, configs)):  # only one model in memory at a time
-        rows = read_rows(data, config)
+        rows = read_rows(data, config, "--data")
         sampler = load(name, config)
         if (
             flags.reward is None
@@ -656,7 +656,7 @@ def show_completions(flags: Show) -> None:
             and any(row.fields.get("answer") is None for row in rows)
         ):
             sampler.reward = None  # there is no answer to compare with
-        groups = encode(sampler, rows, offline=False)[: flags.prompts]
+        groups = encode_rows(rows, sampler, online=True)[: flags.prompts]
         drawn = draw(sampler, groups, rows, samples, stream, flags.greedy)
         prompts.append({group.row: prompt_text(rows[group.row].prompt) for group in drawn})
         completions.append({group.row: completions_of(sampler, group) for group in drawn})
@@ -789,6 +789,11 @@ def load_judge(spec: str, config: Config) -> Callable[..., list[float]]:
     ):
         return humanline.FunctionProcess(file, name, config.reward_seconds)
 
+def batched(*samples: list) -> Iterator[list[list]]:
+    """The samples in calls of at most 64, since --reward-seconds limits the time of each call."""
+    for start in range(0, len(samples[0]), 64):
+        yield [part[start : start + 64] for part in samples]
+
 def judge_both_orders(
     judge: Callable[..., list[float]],
     spec: str,
@@ -805,7 +810,8 @@ def judge_both_orders(
         with humanline.explained(
             f"--judge {spec}", expected, longer="increase the time limit with --reward-seconds"
         ):
-            values = np.array([float(value) for value in judge(prompts, *texts, fields)])
+            calls = batched(prompts, *texts, fields)
+            values = np.array([float(value) for pairs in calls for value in judge(*pairs)])
         is_valid = values.shape == (len(prompts),) and ((values >= 0) & (values <= 1)).all()
         require(is_valid, f"--judge {spec}: {expected}")
         by_order.append(values)
@@ -815,7 +821,10 @@ def compare_rewards(
     reward: Reward, prompts: list, first: list[str], second: list[str], fields: list[dict]
 ) -> np.ndarray:
     """(N,) preferences: 1 if the first text has the higher reward, 0.5 if the rewards are equal, else 0."""
-    rewards = reward(prompts * 2, first + second, fields * 2)  # in one call, so that failures count alike
+    attempted = []
+    for sample in batched(prompts * 2, first + second, fields * 2):
+        attempted += reward.attempt(*sample)
+    rewards = reward.settle(attempted)  # of both sides, so that failures count alike
     return (1 + np.sign(np.subtract(*np.split(np.array(rewards), 2)))) / 2
 
 def winrate(flags: Winrate) -> None:
@@ -828,7 +837,7 @@ def winrate(flags: Winrate) -> None:
     other_config = config_for(flags.against, flags, "--against", run) if against_model else None
     data = data_to_evaluate(flags, config)
     out = new_file(flags.out, (".jsonl",), "winrate.jsonl")
-    rows = read_rows(data, config)
+    rows = read_rows(data, config, "--data")
     desirable = [i for i, row in enumerate(rows) if not row.labelled or row.rewards == [1]]
     require(
         against_model or (desirable and all(row.completions for row in rows)),
@@ -842,14 +851,15 @@ def winrate(flags: Winrate) -> None:
     sampler.reward = None  # both sides are rewarded together, below
 
     def completions_by_row(sampler: Sampler, stream: int) -> dict[int, list[str]]:
-        rows = read_rows(data, sampler.config)  # in the sampler's own prompt format
-        drawn = draw(sampler, encode(sampler, rows, offline=False), rows, flags.samples, stream)
+        rows = read_rows(data, sampler.config, "--data")  # in the sampler's own prompt format
+        drawn = draw(sampler, encode_rows(rows, sampler, online=True), rows, flags.samples, stream)
         return {
             group.row: sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
             for group in drawn
         }
 
     model_texts = completions_by_row(sampler, 0)
+    del sampler  # its memory is for the other model
     if against_model:  # another stream, so that comparing a model with itself is a meaningful check
         other_texts = completions_by_row(load(flags.against, other_config, rewarded=False), 1)
     else:
@@ -1000,7 +1010,7 @@ def data_quality(flags: DataQuality) -> None:
     """Compute how likely the data are under the starting model, count other defects, and give advice."""
     config = config_for(flags.model, flags)
     out = new_file(flags.out, (".png", ".svg"), "data.png")
-    rows_by_source = {name: read_rows(name, config) for name in flags.data}
+    rows_by_source = {name: read_rows(name, config, "--data") for name in flags.data}
     for name, rows in rows_by_source.items():
         require(
             any(row.completions for row in rows),
@@ -1010,7 +1020,7 @@ def data_quality(flags: DataQuality) -> None:
 
     described = []
     for stream, (name, rows) in enumerate(rows_by_source.items()):
-        groups = [group for group in encode(model, rows, offline=True) if group.completions]
+        groups = [group for group in encode_rows(rows, model, online=False) if group.completions]
         logps = token_logps(model, groups)
         longest = max(len(ids) for group in groups for ids in group.completions)
         room = min(config.max_new_tokens, longest)
@@ -1086,7 +1096,7 @@ def perception(flags: Perception) -> None:
     ref_config = config_for(ref_name, flags, "--ref", run)
     data = flags.data or config.data[0]
     out = new_file(flags.out, (".png", ".svg"), "perception.png")
-    rows = read_rows(data, config)
+    rows = read_rows(data, config, "--data")
     require(
         all(row.completions for row in rows),
         f"--data {data}: some rows have no completions, and so no outcomes; pass offline data",
@@ -1098,8 +1108,8 @@ def perception(flags: Perception) -> None:
         f"--ref {ref_name}: its vocabulary differs from that of {flags.model}, so there is no log-ratio "
         "between them; pass a model with the same tokenizer",
     )
-    leave_room = {group.row for group in encode(policy, rows, offline=False)}
-    groups = [group for group in encode(policy, rows, offline=True) if group.row in leave_room]
+    leave_room = {group.row for group in encode_rows(rows, policy, online=True)}
+    groups = [group for group in encode_rows(rows, policy, online=False) if group.row in leave_room]
     sampled_groups = draw(policy, groups, rows, flags.samples, 0)
 
     def log_ratios(groups: list[Group]) -> PerToken:
@@ -1264,8 +1274,9 @@ def read_metrics(path: Path) -> RunMetrics:
         sampling += line.get("sample_seconds", 0)
         tokens += line.get("tokens", 0)
         line |= dict(seconds=seconds, sampling=sampling, speed=tokens / max(seconds, 1e-9))
-    before = lines[min(lines)].get("accuracy_before")
-    return lines if before is None else {0: dict(seconds=0.0, accuracy=before), **lines}
+    first = lines[min(lines)]
+    before = {name: first[f"{name}_before"] for name in MEASURED if f"{name}_before" in first}
+    return {0: dict(seconds=0.0, **before), **lines} if before else lines
 
 def picture_curves(
     groups: dict[str, list[RunMetrics]], panels: Iterable[str], against: str, path: Path
@@ -1297,7 +1308,7 @@ def picture_curves(
         x = values(against, runs, steps).mean(0)
         y = values(name, runs, steps)
         style = dict(color=OKABE_ITO[i % 7], linestyle=DASHES[i // 7 % 4], linewidth=1.8, markersize=4)
-        if name == "accuracy":
+        if name in MEASURED:
             style["marker"] = "o"
         if not by_time:
             style |= dict(marker="o", markevery=slice(-1, None))

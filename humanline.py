@@ -105,7 +105,7 @@ class Config:
     data: tuple[str, ...] = ()
     """Training data, as NAME[:[CONFIG:]SPLIT]. NAME is a .jsonl, .json or .parquet file, a folder, or a data
     set on the Hugging Face hub."""
-    limit: int | None = None  # Read at most this many rows from each source.
+    limit: int | None = None  # Read at most this many rows from each source of --data.
     eval_data: str | None = None  # Held-out rows to measure on; see --eval-every.
     reward: str = "exact"
     """How sampled completions are rewarded. `exact`: 1 if the completion equals the row's `answer`. `math`: 1
@@ -1227,7 +1227,8 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
     source = f"{flag} {spec}"
     rows = {}
     dropped = 0
-    for number, fields in enumerate(itertools.islice(read_table(spec, source), config.limit), 1):
+    limit = config.limit if flag == "--data" else None
+    for number, fields in enumerate(itertools.islice(read_table(spec, source), limit), 1):
         where = f"{source} row {number}"
         with explained(f"{where} cannot be read", "the README shows which columns it needs"):
             row = read_row(fields, where, config)

@@ -348,12 +348,9 @@ def test_a_mismatched_completion_is_cut_if_it_does_not_fit_after_a_long_prompt()
     groups = []
     for i, length in enumerate((1, 4, 6)):
         groups.append(Group(i, [i] * length, [[9] * 5], [i % 2], labelled=True))
-    for positions, max_length in ((8, None), (99, 8)):
-        config = Config(loss="kto", batch_size=3, steps=1, max_length=max_length)
-        lengths = {}
-        for sequence in Batches(config, groups, positions).next(1).mismatched:
-            lengths[len(sequence.prompt)] = len(sequence.completion)
-        assert lengths == {1: 5, 4: 4, 6: 2}
+    batches = Batches(Config(loss="kto", batch_size=3, steps=1), groups, 8)
+    lengths = {len(sequence.prompt): len(sequence.completion) for sequence in batches.next(1).mismatched}
+    assert lengths == {1: 5, 4: 4, 6: 2}
 
 
 def test_online_z0_uses_every_completion_once():

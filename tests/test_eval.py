@@ -117,7 +117,7 @@ def drawn_texts(model: str, rows: list[dict], samples: int, length: int) -> list
     config = humanline.parse_config(["--model", model, "--max-new-tokens", str(length)])
     sampler = evaluation.load(model, config, rewarded=False)
     read = [humanline.read_row(fields, "", config) for fields in rows]
-    groups = evaluation.draw(sampler, evaluation.encode(sampler, read, offline=False), read, samples, 7)
+    groups = evaluation.draw(sampler, humanline.encode_rows(read, sampler, online=True), read, samples, 7)
     texts = [sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True) for group in groups]
     return [[text if text.strip() else "?" for text in own] for own in texts]
 
@@ -188,9 +188,26 @@ def test_the_settings_of_a_run_are_used_and_flags_override_them(ask, run, proble
         assert max(line["tokens"] for line in lines) == 3 - len(opened)
         opened.append([message["content"][0] for message in lines[0]["prompt"]])
     assert opened == [["h", "<"], ["h", "["]]
-    config = evaluation.config_for(str(folder), evaluation.Accuracy(model=()))
-    # a flag overrides the run's setting even at its default
-    assert (config.temperature, config.seed) == (1, 0)
+    copy = str(shutil.copytree(folder / "final", tmp_path / "copy"))
+    for spec, model in ((str(folder), str(folder / "final")), (copy, copy)):
+        config = evaluation.config_for(spec, evaluation.Accuracy(model=()))
+        assert (config.model, config.system) == (model, "hi")
+        # a flag overrides the run's setting even at its default
+        assert (config.temperature, config.seed) == (1, 0)
+
+
+def test_a_run_keeps_the_arguments_of_its_own_reward_and_its_limit_is_for_training(tmp_path):
+    for name in "ab":
+        (tmp_path / name / "final").mkdir(parents=True)
+        settings = f"limit = 9\nreward = 'own.py:f'\nreward_args = '{{\"word\": \"{name}\"}}'\n"
+        (tmp_path / name / "config.toml").write_text(settings)
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    config = lambda **flags: evaluation.config_for(first, evaluation.Accuracy(model=(), **flags))
+    assert config().reward_args == '{"word": "a"}' and config().limit is None
+    assert config(reward="other.py:f").reward_args is None
+    assert config(reward="other.py:f", reward_args="{}").reward_args == "{}"
+    with pytest.raises(humanline.UserError, match="different rewards"):
+        evaluation.configs_with_one_reward(evaluation.Accuracy(model=(first, second)))
 
 
 # winrate.
@@ -290,13 +307,13 @@ def test_the_pairs_of_a_win_rate_are_converted_to_the_format_of_alpaca_eval(ask,
 def test_a_run_is_prompted_with_its_own_template_and_a_model_next_to_it_like_the_run(
         ask, run, tiny, problems, judges, monkeypatch):
     first, second = (run(f"--prompt-template {word}{{prompt}} --max-new-tokens 3 --steps 1") for word in "QR")
-    encode, prompts = evaluation.encode, []
+    encode, prompts = evaluation.encode_rows, []
 
-    def note(sampler, rows, offline):
+    def note(rows, sampler, online):
         prompts.append(rows[0].prompt[0]["content"][0] + str(sampler.config.max_new_tokens))
-        return encode(sampler, rows, offline)
+        return encode(rows, sampler, online)
 
-    monkeypatch.setattr(evaluation, "encode", note)
+    monkeypatch.setattr(evaluation, "encode_rows", note)
     flags = f"--data {problems} --judge {judges}:longer --limit 3"
     for model, against in ((first, second), (first, tiny), (tiny, first)):
         ask(f"winrate --model {model} --against {against} {flags}")

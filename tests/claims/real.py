@@ -227,8 +227,8 @@ def draw_base(task: str, model: str, home: Path, seed: int) -> Path:
     flags = [*common_flags(task, model, home), "--sample-every", "1", "--seed", str(seed)]
     config = humanline.parse_config(flags)
     sampler = evaluation.load(model, config)
-    rows = evaluation.read_rows(str(home / f"{task}-train.jsonl"), config)
-    prompts = evaluation.encode(sampler, rows, offline=False)
+    rows = humanline.read_rows(str(home / f"{task}-train.jsonl"), config, "--data")
+    prompts = humanline.encode_rows(rows, sampler, online=True)
     groups = evaluation.draw(sampler, prompts, rows, SAMPLES, seed)
     check_one_pass(groups)
     lines = []
@@ -292,8 +292,8 @@ def train(run: Run, model: str, home: Path) -> dict:
             weights = copy.deepcopy(trainer.policy.state_dict())
             best.update(step=step, reward=curve[-1]["reward"], weights=weights)
         if step == STEPS and run.is_test:
-            rows = evaluation.read_rows(str(home / f"{run.task}-test.jsonl"), trainer.config)
-            prompts = evaluation.encode(sampler, rows, offline=False)
+            rows = humanline.read_rows(str(home / f"{run.task}-test.jsonl"), trainer.config, "--data")
+            prompts = humanline.encode_rows(rows, sampler, online=True)
             groups = sampler.draw_rollouts(prompts, rows, EVAL_SAMPLES, TEST_STREAM)
             greedy = sampler.draw_rollouts(prompts, rows, 1, TEST_STREAM, greedy=True)
             outcome["test"] = describe(groups, sampler, base) | dict(greedy=mean_reward(greedy))
