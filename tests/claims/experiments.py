@@ -36,7 +36,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Iterable, Iterator
+from typing import Collection, Iterable, Iterator
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -203,7 +203,7 @@ class Plan:
     def over_grid(self, form: str, rates: Iterable[float], ks: tuple[int, ...]) -> list[Run]:
         """Every setting on the first base; then the best of them on the second."""
         wave = self.missing(form, itertools.product(rates, self.ks(form, ks)), self.tuning[:1])
-        best = ranked(self.task, self.loss, form, self.known, self.tuning[:1])[:SECOND_BASE]
+        best = ranked(self.task.name, self.loss, form, self.known, self.tuning[:1])[:SECOND_BASE]
         return wave or self.missing(form, best, self.tuning[1:])
 
     def tests(self, form: str) -> list[Run]:
@@ -221,7 +221,7 @@ class Plan:
         return ks if "{k}" in FORMS_OF[self.loss][form] else (0,)
 
     def best(self, form: str) -> Settings:
-        return ranked(self.task, self.loss, form, self.known, self.tuning)[0]
+        return ranked(self.task.name, self.loss, form, self.known, self.tuning)[0]
 
     def ends_below_its_base(self, form: str) -> bool:
         """Whether the best setting does, on the mean of the tuning bases."""
@@ -244,13 +244,13 @@ def plan(task: Task, known: dict[Run, dict], seeds: tuple[list[int], list[int]])
     return runs
 
 def ranked(
-    task: Task, loss: str, form: str, known: dict[Run, dict], seeds: list[int]
+    task: str, loss: str, form: str, known: dict[Run, dict], seeds: Collection[int]
 ) -> list[Settings]:
-    """The settings of a form that were run on all these bases, by pass@1 of validation at the end, the mean over the
-    bases, best first."""
+    """The settings of a form that were run on all these seeds, by validation after the last step, the mean over the
+    seeds, best first. Ties go to the lower rate, then to the larger k."""
     ends: dict[Settings, list[float]] = {}
     for run, outcome in known.items():
-        if (run.task, run.loss, run.form) == (task.name, loss, form) and run.seed in seeds:
+        if (run.task, run.loss, run.form) == (task, loss, form) and run.seed in seeds:
             ends.setdefault((run.lr, run.k), []).append(outcome["validation"][-1])
     means = {
         settings: round(fmean(values), 4)
@@ -262,14 +262,12 @@ def ranked(
 # Metrics under the names that they had when the first runs were stored.
 RENAMED = dict(clip_low="clip_fraction_low", clip_high="clip_fraction_high")
 
-def read_results(path: Path) -> dict[Run, dict]:
+def read_results(path: Path, kind: type[Run] = Run) -> dict[Run, dict]:
     """The stored runs of a file."""
     known = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         outcome = {RENAMED.get(name, name): value for name, value in json.loads(line).items()}
-        known[Run(*(outcome[name] for name in ("task", "loss", "form", "lr", "k", "seed")))] = (
-            outcome
-        )
+        known[kind(*(outcome[name] for name in Run.__dataclass_fields__))] = outcome
     return known
 
 # ---------- One run -----------------------------------------------------------------------------------------
@@ -462,7 +460,7 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
-        "--dry", action="store_true", help="count what is missing, and train nothing"
+        "--dry", action="store_true", help="only count the runs that are missing, once their bases are made"
     )
     flags = parser.parse_args()
     flags.bases.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -36,6 +35,7 @@ import torch
 import experiments
 import eval as evaluation
 import humanline
+from experiments import Settings
 from humanline import Group, Row, Sequence
 
 HERE = Path(__file__).resolve().parent
@@ -98,16 +98,8 @@ FORMS = {
     "grpo": ("plain", "humanline", "better alone", "better alone, synced", MASK, f"{MASK}, synced"),
 }
 
-@dataclass(frozen=True)
-class Run:
+class Run(experiments.Run):
     """What is trained once: a line of the results. k is 0 for a form without a sync."""
-
-    task: str
-    loss: str
-    form: str
-    lr: float
-    k: int
-    seed: int
 
     def flags(self) -> list[str]:
         """The flags of humanline.py, except for the model, the rows and the reward."""
@@ -125,8 +117,6 @@ class Run:
         return "--sample-every" in self.flags()
 
 Known = dict[Run, dict]  # the stored runs and what they measured
-Settings = tuple[float, int]  # learning rate and k
-
 def plan(task: str, loss: str, known: Known, test_seeds: list[int]) -> list[Run]:
     """The runs that the rule asks for next: tuning until it is complete for all forms, then the test. None when all is
     done."""
@@ -163,18 +153,8 @@ def plan_tuning(task: str, loss: str, form: str, known: Known) -> list[Run]:
     return wave
 
 def ranked(task: str, loss: str, form: str, known: Known) -> list[Settings]:
-    """The settings of a form that were run on all tuning seeds, by the mean validation reward after the last step, best
-    first."""
-    rewards: dict[Settings, list[float]] = {}
-    for run, outcome in known.items():
-        if (run.task, run.loss, run.form) == (task, loss, form) and not run.is_test:
-            rewards.setdefault((run.lr, run.k), []).append(outcome["validation"][-1])
-    means = {
-        setting: round(fmean(values), 4)
-        for setting, values in rewards.items()
-        if len(values) == len(TUNING_SEEDS)
-    }
-    return sorted(means, key=lambda setting: (-means[setting], setting[0], -setting[1]))
+    """The settings of a form that were run on all tuning seeds, best first."""
+    return experiments.ranked(task, loss, form, known, TUNING_SEEDS)
 
 def count_missing(task: str, loss: str, known: Known, test_seeds: list[int]) -> int:
     """How many runs are missing in all, if the middle rate wins wherever tuning is not complete."""
@@ -187,12 +167,7 @@ def count_missing(task: str, loss: str, known: Known, test_seeds: list[int]) -> 
 
 def read_results(path: Path) -> Known:
     """The stored runs of a file."""
-    known = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        outcome = json.loads(line)
-        fields = (outcome[name] for name in Run.__dataclass_fields__)
-        known[Run(*fields)] = outcome
-    return known
+    return experiments.read_results(path, Run)
 
 # ---------- One run -----------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class Tuned:
                     self.add_form(loss, form)
 
     def add_form(self, loss: str, name: str) -> None:
-        lr, k = experiments.ranked(self.task, loss, name, self.known, self.tuning)[0]
+        lr, k = experiments.ranked(self.name, loss, name, self.known, self.tuning)[0]
         runs = {
             run.seed: outcome
             for run, outcome in self.known.items()
@@ -594,7 +594,7 @@ def draw_curves(tuned: Tuned, path: Path) -> None:
                 settings = [(form.lr, form.k)] if form else []
             else:
                 at_rate = {run: outcome for run, outcome in tuned.known.items() if run.lr == lr}
-                settings = experiments.ranked(tuned.task, loss, name, at_rate, [first])[:1]
+                settings = experiments.ranked(tuned.name, loss, name, at_rate, [first])[:1]
             for rate, k in settings:
                 run = tuned.known[Run(tuned.name, loss, name, rate, k, first)]
                 add_line(axis, steps, run["test"], colour, label)
