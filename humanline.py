@@ -2231,8 +2231,9 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap:
     elsewhere.
 
     The output head is applied only where there is a label, to at most `chunk` positions at a time, so memory
-    grows with chunk x vocabulary and not with the batch. Computed in float32 (in float64 for float64 input).
-    To use it elsewhere, copy `TokenLogps` as well.
+    grows with chunk x vocabulary and not with the batch. Computed in float32 (in float64 for float64 input);
+    the gradient of the weight is summed over chunks in the weight's dtype. To use it elsewhere, copy
+    `TokenLogps` as well.
 
     Args:
         hidden: (N, T, D) final hidden states; hidden[:, t] predicts labels[:, t].
