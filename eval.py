@@ -358,9 +358,9 @@ def config_for(spec: str, flags: Settings, flag: str = "--model", fallback_run: 
         if value is not None:
             args.append(f"{humanline.flag_of(name)}={value}")
     config = humanline.parse_config(args)
-    config.limit = getattr(flags, "limit", None)  # that of a run is for its training data
+    config.limit = getattr(flags, "limit", None)  # a run's is for its training data
     if overrides["reward"] and not overrides["reward_args"]:
-        config.reward_args = None  # that of a run is for its own reward
+        config.reward_args = None  # a run's are for its own reward
     return config
 
 def run_flags(run: Path) -> list[str]:
@@ -1092,9 +1092,12 @@ def perception(flags: Perception) -> None:
         f"--ref and --data: pass both, since {flags.model} is not a run: the model that it was trained from, "
         "and offline completions",
     )
-    ref_name = flags.ref or humanline.parse_config(run_flags(run)).model
+    trained = humanline.parse_config(run_flags(run)) if run else config
+    ref_name = flags.ref or trained.model
     ref_config = config_for(ref_name, flags, "--ref", run)
     data = flags.data or config.data[0]
+    if not flags.data and not flags.limit:
+        config.limit = trained.limit  # the rows that the run read
     out = new_file(flags.out, (".png", ".svg"), "perception.png")
     rows = read_rows(data, config, "--data")
     require(

@@ -1515,7 +1515,7 @@ class Batches:
 
     def __init__(self, config: Config, groups: list[Group], longest: int):
         self.config = config
-        self.longest = longest  # of a prompt with its completion, in tokens
+        self.longest = longest  # see Sampler
         self.fingerprint = ""  # of the rows and the model; must be the same on resume
         self.loss = LOSSES[config.loss]
         self.pending = deque()
@@ -1634,6 +1634,7 @@ class Sampler:
             self.stop_ids = find_stop_ids(policy, tokenizer)
         positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         self.max_positions = positions or 2**31
+        # of a prompt with its completion, in tokens
         self.longest = min(self.max_positions, config.max_length or self.max_positions)
         self.vocabulary = set(range(len(policy.get_input_embeddings().weight)))
         self.external = None  # a --sampler, used instead of `generate`

@@ -49,7 +49,7 @@ def test_every_flag_in_the_documentation_exists(path):
     flags = {name.replace("_", "-") for name in fields}
     flags |= {f"no-{name}" for name in flags}
     of_other_programs = {
-        "nproc_per_node", "real", "rounds", "train-steps"}
+        "nproc_per_node", "shutdown-timeout", "real", "rounds", "train-steps"}
     used = set(re.findall(r"--([a-z][\w-]*)", path.read_text()))
     assert used <= flags | of_other_programs
     if path.name == "README.md":
