@@ -299,6 +299,12 @@ def test_the_page_grows_with_the_runs_and_reads_every_one(tmp_path, monkeypatch)
     undecided = {loss: {"outcome": decide.NEEDS_MORE} for loss in decide.DECIDED}
     text = decide.page("checked", compared, undecided)
     assert "Runs are missing of DPO (some 24) and KTO (some 24)." in text  # 3 forms, 8 seeds
+    [more, *_] = real.plan("checked", "dpo", known, [*real.TEST_SEEDS["dpo"], *real.MORE_SEEDS])
+    before = decide.Compared("checked", "dpo").facts()
+    write_jsonl(tmp_path / "real-checked.jsonl", [vars(run) | pretend_real(run) for run in [*known, more]])
+    compared = decide.read_tasks()["checked"]
+    assert unread_real(compared) == [] and compared[0].facts() == before  # no verdict with a part of the seeds
+    assert "seeds from 9 on, which count once all of them are there: 1." in decide.page("checked", compared, undecided)
     extra = real.Run("checked", "dpo", "plain", 4e-5, 0, 1)  # a test seed at a setting that was not chosen
     write_jsonl(tmp_path / "real-checked.jsonl", [vars(run) | pretend_real(run) for run in [*known, extra]])
     assert len(unread_real(decide.read_tasks()["checked"])) == 1

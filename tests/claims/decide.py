@@ -53,6 +53,17 @@ class Compared:
                 for run, outcome in self.known.items()
                 if run.is_test and (run.form, run.lr, run.k) == (form, *setting)
             }
+        # Eight more seeds count once all of them are there, so nothing is judged on the way.
+        self.seeds = max(filter(self.has_seeds, LEVELS), default=None)
+        self.waiting = []
+        for runs in self.tests.values():
+            later = [seed for seed in runs if seed > (self.seeds or min(LEVELS))]
+            self.waiting += map(runs.pop, later)
+
+    def has_seeds(self, count: int) -> bool:
+        """Whether all forms of the loss were tested on seeds 1 to `count`."""
+        tests = [self.tests.get(form, {}) for form in real.FORMS[self.loss]]
+        return all(seed in runs for seed in range(1, count + 1) for runs in tests)
 
     def validation(self, form: str) -> float:
         """The mean validation reward that chose the setting."""
@@ -174,15 +185,10 @@ def decide_task(compared: list[Compared]) -> dict[str, dict]:
 
 def final_rewards(compared: Compared) -> Rewards | None:
     """The rewards that the rule reads: of all sixteen seeds, or else of the first eight. None if any is missing."""
-    tests = [compared.tests.get(form, {}) for form in real.FORMS[compared.loss]]
-    for count in sorted(LEVELS, reverse=True):
-        seeds = range(1, count + 1)
-        if all(seed in runs for seed in seeds for runs in tests):
-            plain, ours, online = (
-                np.array([runs[seed]["test"]["reward"] for seed in seeds]) for runs in tests
-            )
-            return plain, ours, online
-    return None
+    if not compared.seeds:
+        return None
+    plain, ours, online = compared.rewards("test", *real.FORMS[compared.loss])
+    return plain, ours, online
 
 # ---------- The page ----------------------------------------------------------------------------------------
 
@@ -216,6 +222,9 @@ def page(task: str, compared: list[Compared], decisions: dict[str, dict]) -> str
             f"**Incomplete.** Runs are missing of {' and '.join(incomplete)}. "
             "No form is tested before all forms of its loss are tuned."
         )
+    waiting = shown(itertools.chain(*(one.waiting for one in compared)))
+    if waiting:
+        text.append(f"Stored runs of seeds from 9 on, which count once all of them are there: {len(waiting)}.")
     text += [setting_table(task, compared), "## Decision", RULE, decision_table(decisions), "## Tests", HOW]
     for one in compared:
         facts = one.facts()
@@ -338,7 +347,7 @@ def sample_lines(compared: Compared) -> Iterator[str]:
     for form, runs in compared.tests.items():
         for seed in sorted(runs)[:1]:
             words = []
-            for sample in runs[seed]["samples"]:
+            for sample in runs[seed].get("samples", ()):  # a run that diverged has none
                 text = " ".join(evaluation.printable(sample["completion"]).split())
                 words.append(f'{sample["prompt"]} → "{text}" ({sample["reward"]:g})')
             yield f"- {compared.loss.upper()}, {form}: {'; '.join(words)}"

@@ -264,7 +264,8 @@ def remade_bases(tuned: Tuned) -> str:
         return ""
     return (
         "The bases were made twice, on two kinds of CPU, which round differently: some runs, those added later, started "
-        f"from weights whose pass@1 differs by up to {widest:.3f}. Their differences from the others are not paired."
+        f"from weights whose pass@1 on the test problems differs by up to {widest:.3f}. Their differences from the "
+        "others are not paired."
     )
 
 def earlier_choices(tuned: Tuned, loss: str) -> str:
@@ -424,8 +425,8 @@ the 95% interval, without the correction, lies wholly on the other side; else it
 
 ABOUT_MEASURES = """Of pass@1 on the tiny models, of the reward on SmolLM2; after the last step. *Best measurements*: each
 run where it was best on the validation problems, as early stopping would have it. *Greedy*: of greedy decoding, not of
-samples. On SmolLM2 each form has three test seeds and was tuned on one ([page](real.md)); where the claim is decided
-([page](real-checked.md)), these are the runs that decide it."""
+samples. On SmolLM2 each form has three test seeds and was tuned on one ([page](real.md)); DPO and KTO on *checked*
+have those of the decision ([page](real-checked.md))."""
 
 TAPER_RULE = f"""The taper stays if for at least one loss it is above the best published neighbour on two of the three
 tasks (the paired interval above 0), and nowhere more than {MARGIN} below it (the mean). The neighbour is the one that
