@@ -1,8 +1,9 @@
 """The method, written plainly: DPO, KTO and GRPO, plain and humanline, offline and online.
 
-  python tests/plain.py                                   # GRPO, humanline, offline, on better completions alone
+  python tests/plain.py --no-positive-only --sync-k 24 --lr 2e-4            # GRPO, humanline, offline
+  python tests/plain.py                                                     # on better completions alone
   python tests/plain.py --loss dpo --no-positive-only --lr 2.5e-5
-  python tests/plain.py --loss kto --no-positive-only --perception none     # the sync alone
+  python tests/plain.py --loss kto --no-positive-only --lr 2.5e-5 --perception none  # the sync alone
   python tests/plain.py --no-humanline --no-positive-only --sample-every 1  # plain GRPO, online
 
 Start with `train` and `mean_loss`; equations as in arXiv 2509.24207. humanline.py computes the same faster:
