@@ -36,7 +36,7 @@ weights, images, tools, and several turns within one rollout.
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch==2.13.0",
-#     "transformers>=5.17,<5.24",
+#     "transformers>=5.17,<5.25",
 #     "datasets>=4.0,<6",
 #     "tqdm>=4.66",
 #     "tyro>=1.0,<2",
@@ -135,10 +135,10 @@ class Config:
     # Humanline: two parts, which can be turned off together or separately.
     humanline: bool = True  # Use syncing and perception. --no-humanline turns both off.
     sync_k: int = 24
-    """Set the reference to the policy every k steps; 0: never. Tune it together with --lr. In offline GRPO of
-    tiny models, over 128 to 256 steps, 24 to 128 was best, and runs often collapsed at 8 or less; with
-    --positive-only, 8 to 24 was best. The paper recommends 12 to 24 for mathematics, where 1 collapsed; its
-    authors use 1 for instructions."""
+    """Set the reference to the policy every k steps; 0: never. Tune it together with --lr. In offline GRPO,
+    24 to 128 was best for tiny models, over 128 to 256 steps (8 to 24 with --positive-only); they often
+    collapsed at 8 or less. For SmolLM2, over 64 steps, 4 was best. The paper recommends 12 to 24 for
+    mathematics, where 1 collapsed; its authors use 1 for instructions."""
     perception: Literal["clip", "sample", "none"] = "clip"  # What is done to log-ratios before the loss.
     log_eps_p: float = -1.5  # Lower bound of the clip, in nats.
     log_eps_r: float = 1.5  # Upper bound of the clip, in nats.
@@ -2772,6 +2772,8 @@ def describe(run: Run, first: int) -> None:
           f"objective   {in_words(config)}; sync_k {config.sync_k}, perception {config.perception}\n"
           f"steps       {first} to {run.batches.steps}, batches of {config.batch_size}, lr {config.lr:g}",
           flush=True)
+    if config.sync_k >= run.batches.steps:
+        warn(f"--sync-k {config.sync_k}: in {run.batches.steps} steps the reference is never synced; lower it")
     # Half a bf16 step of a typical weight, 0.02, is 4e-5.
     if config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5:
         warn(f"--dtype bfloat16: at --lr {config.lr:g} most updates are too small for bf16 weights and are "
