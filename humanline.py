@@ -808,8 +808,10 @@ class Run:
         if seen:
             warn(f"--eval-data: {len(seen)} of its prompts are also in --data")
         # Must be the same on resume.
-        content = json.dumps([vars(row) for row in rows], default=str).encode()
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+        content = hashlib.sha256()
+        for row in rows:
+            content.update(json.dumps(vars(row), default=str).encode())
+        self.fingerprint = content.hexdigest()
         files = [*Path(config.model).glob("*.safetensors")]
         for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
             file = Path(spec.rpartition(":")[0])  # for "exact" the working folder, which is not hashed
@@ -858,7 +860,7 @@ class Run:
                 elif file.exists():
                     cut_lines(file, first)  # later steps are repeated
             describe(self, first)
-        for line in from_first_rank(lambda: read_lines(self.out / "metrics.jsonl")):
+        for line in from_first_rank(lambda: list(read_lines(self.out / "metrics.jsonl"))):
             self.watch(line)
             self.latest |= line
         self.steps = tqdm(range(first, batches.steps + 1), config.loss, batches.steps, initial=first - 1,
@@ -971,19 +973,17 @@ def append_lines(path: Path, lines: Iterable[dict]) -> None:
     with open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
-def read_lines(path: Path) -> list[dict]:
+def read_lines(path: Path) -> Iterator[dict]:
     """The lines of a file, without any that a crash has cut off."""
-    lines = []
     for text in path.open("rb") if path.exists() else ():
         with contextlib.suppress(ValueError):
-            lines.append(json.loads(text))
-    return lines
+            yield json.loads(text)
 
 def cut_lines(path: Path, end: int) -> None:
     """Remove the lines of step `end` and later ones."""
     kept = path.with_suffix(".new")
     kept.unlink(missing_ok=True)
-    append_lines(kept, [line for line in read_lines(path) if line["step"] < end])
+    append_lines(kept, (line for line in read_lines(path) if line["step"] < end))
     kept.replace(path)
 
 def start_tracker(config: Config, out: Path) -> Callable:
@@ -1084,7 +1084,10 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
         layer_names = policy._no_split_modules or ()
         layers = [module for module in policy.modules() if type(module).__name__ in layer_names]
         if config.compile:
-            for layer in layers:  # compiled once for all layers and all lengths
+            # All layers share their graphs, one for each kind of pass: with and without gradients, one row or
+            # several, completions that share a prompt or not, ... The default limit of 8 is too low.
+            torch._dynamo.config.recompile_limit = 64
+            for layer in layers:
                 layer.compile(dynamic=True)
         if config.shard:
             shard(policy, layers, device, config)
@@ -1461,7 +1464,10 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
         require(is_written(row.prompt, start),
                 f"{row.where}: the chat template of the model drops a message of its prompt")
         texts += [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
-    ids_of = iter(tokenizer(texts, add_special_tokens=not has_template)["input_ids"])
+    # 1000 at a time: while it works, a tokenizer keeps four times as much as the ids of a text take.
+    ids_of = itertools.chain.from_iterable(
+        tokenizer(texts[start : start + 1000], add_special_tokens=not has_template)["input_ids"]
+        for start in range(0, len(texts), 1000))
     encoded = [[next(ids_of) for _ in ("prompt", *row.completions)] for row in rows]
     for prompt, *_ in encoded:
         if not has_template and prompt[-1:] == [tokenizer.eos_token_id]:  # some end every text with EOS
@@ -2056,9 +2062,9 @@ class Reference:
     def swap_weights(self) -> None:
         """Exchange the weights of the policy and of the reference."""
         for i, part in enumerate(self.parts):
-            present = part.to("cpu", copy=True)
+            present = part.clone()
             part.copy_(self.weights[i])
-            self.weights[i] = present
+            self.weights[i].copy_(present)
 
 def attach_logps(name: Literal["ref_logps", "old_logps"], policy: Module, batches: Iterable[Batch],
                  config: Config) -> None:
@@ -2742,7 +2748,7 @@ def check_config(config: Config) -> None:
     require(config.resume != "latest" or config.out,
             "--resume latest needs the folder of the run; pass --out")
 
-FORMAT = 2  # of run folders; increased when older ones can no longer be resumed
+FORMAT = 3  # of run folders; increased when older ones can no longer be resumed
 TOML_HEAD = f"# python humanline.py --config THIS_FILE repeats the run. Format {FORMAT}.\n"
 
 def to_toml(config: Config) -> str:

@@ -1,5 +1,6 @@
 """Architectures: log-probs, token boundaries and short runs on random two-layer models of many families."""
 
+import itertools
 import json
 import math
 import os
@@ -643,6 +644,23 @@ def test_the_final_folder_gives_the_same_logits_in_plain_transformers_bit_for_bi
 def test_the_final_folder_has_the_settings_of_the_run(folder, rows, tmp_path):
     out = train(folder("gpt2"), rows, tmp_path / "out", "--steps 2 --loss kto --seed 7").out
     assert (out / "final" / "config.toml").read_bytes() == (out / "config.toml").read_bytes()
+
+
+@pytest.mark.parametrize("flags", ["", "--checkpoint-activations", pytest.param(
+    "--lora 4 --checkpoint-activations", marks=pytest.mark.needs("peft"))])
+def test_every_kind_of_pass_is_compiled(folder, monkeypatch, flags):
+    torch.compiler.reset()
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *a, **b: compile_layer(*a, **b, backend="eager"))
+    line = f"--model {folder('llama3')} --data x --compile {flags}".split()
+    policy, _ = humanline.load_policy(humanline.parse_config(line), torch.device("cpu"))
+    for with_grad, rows, in_row in itertools.product((False, True), (1, 5), (1, 2)):
+        packed = [[Sequence([3, 4, 5, 6], [7, 8, 9])] * in_row for _ in range(rows)]
+        with torch.set_grad_enabled(with_grad), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            logps = humanline.log_probs(policy, packed)
+        if with_grad:
+            logps.sum().backward()
+    torch.compiler.reset()
 
 
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),

@@ -58,7 +58,7 @@ def run_ours(
         patch.setattr(humanline, "forward_backward", watched)
         patch.setattr(humanline, "prepare_groups", noted)
         run = humanline.train(humanline.parse_config([*common.split(), *flags.split()]))
-    return [*weights, copy_of(run.policy)], batches, humanline.read_lines(out / "run" / "metrics.jsonl")
+    return [*weights, copy_of(run.policy)], batches, list(humanline.read_lines(out / "run" / "metrics.jsonl"))
 
 
 def dataset(rows: list[dict], order: list[int]):

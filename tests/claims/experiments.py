@@ -331,7 +331,7 @@ def train(run: Run, home: Path) -> dict:
             str(out),
         ]
         status = humanline.main(flags)
-        lines = humanline.read_lines(out / "metrics.jsonl")
+        lines = list(humanline.read_lines(out / "metrics.jsonl"))
         if status not in (0, 1) or (
             status == 1 and "stopped: step" not in said.getvalue()
         ):  # 1: it diverged

@@ -289,7 +289,7 @@ def train(run: Run, model: str, home: Path) -> dict:
         diverged = status == 1 and "stopped: step" in said.getvalue()
         if status and not diverged:
             raise RuntimeError(f"{' '.join(flags)}: {said.getvalue()[-500:]}")
-        lines = humanline.read_lines(out / "metrics.jsonl")
+        lines = list(humanline.read_lines(out / "metrics.jsonl"))
     steps = list(range(0, STEPS + 1, EVERY))
     nothing = dict.fromkeys(MEASURES, 0.0)  # a run that diverged counts 0 from there on
     curve += [nothing] * (len(steps) - len(curve))
