@@ -179,8 +179,9 @@ NOT_SMOOTHED = (*MEASURED, "speed", "lr", "seconds", "sampling")
 
 def check_flags(flags: Any) -> None:
     """Raises UserError if a count is out of range, or if a flag that takes a list has no value."""
-    for name, least in dict(samples=1, prompts=1, own=0).items():
-        value = getattr(flags, name, least)
+    for name, least in dict(samples=1, prompts=1, own=0, limit=1).items():
+        value = getattr(flags, name, None)
+        value = least if value is None else value
         require(least <= value <= 10**6, f"--{name} is {value}; it must be between {least} and 1,000,000")
     for name, value in vars(flags).items():
         require(
@@ -201,9 +202,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ValueError(f"pass_at_k(n={n}, c={c}, k={k}) needs 0 <= c <= n and 1 <= k <= n")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
-def resamples(count: int, repeats: int) -> np.ndarray:
-    """Returns (repeats, count) indices for bootstrap resamples of `count` items."""
-    return np.random.default_rng(0).integers(0, count, (repeats, count))
+def resamples(count: int, repeats: int) -> Iterator[np.ndarray]:
+    """Yields (count,) indices for each of the bootstrap resamples of `count` items."""
+    generator = np.random.default_rng(0)
+    for _ in range(repeats):
+        yield generator.integers(0, count, count)
 
 def interval(
     values: Iterable[float], low: float | None = None, high: float | None = None
@@ -395,11 +398,19 @@ def load(spec: str, config: Config, rewarded: bool = True) -> Sampler:
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy, tokenizer = humanline.load_policy(config, device)
+    if config.config and not tokenizer.chat_template:  # a base is prompted like the run that it is compared with
+        template = Path(config.config).with_name("final") / "chat_template.jinja"
+        tokenizer.chat_template = template.read_text(encoding="utf-8") if template.exists() else None
     sampler = Sampler(policy, tokenizer, config)
     sampler.name = spec
     if not rewarded:
         sampler.reward = None
     return sampler
+
+def unload(sampler: Sampler) -> None:
+    """Return the GPU memory of a model that is no longer needed to other models and processes."""
+    sampler.policy = None
+    torch.cuda.empty_cache()
 
 def data_to_evaluate(flags: Accuracy | Show | Winrate, config: Config) -> str:
     """--data, or else the run's --eval-data."""
@@ -417,9 +428,13 @@ def draw(
     stream: int,
     greedy: bool = False,
 ) -> list[Group]:
-    """Sample `samples` completions per prompt and reward them. `stream` numbers the independent draws of a
-    command."""
-    return sampler.draw_rollouts(prompts, rows, samples, 10**8 * (1 + stream), greedy)
+    """Sample `samples` completions per prompt and reward them, in parts, so that a broken reward stops the
+    command early. `stream` numbers the independent draws of a command."""
+    drawn, size = [], max(1, 16384 // samples)
+    for part in range(0, len(prompts), size):
+        number = 10**8 * (1 + stream) + part // size
+        drawn += sampler.draw_rollouts(prompts[part : part + size], rows, samples, number, greedy)
+    return drawn
 
 def with_room(config: Config, max_new_tokens: int) -> Config:
     """A loaded model's config for completions of other lengths."""
@@ -486,17 +501,35 @@ def new_file(out: str | None, suffixes: tuple[str, ...], default: str, flag: str
     before any work is done."""
     path = Path(out or Path("evals", default))
     number = 2
-    while out is None and path.exists():
+    while out is None and not reserve(path):
         path = Path("evals", default).with_stem(f"{Path(default).stem}-{number}")
         number += 1
     require(path.suffix in suffixes, f"{flag} {path}: the name must end in {' or '.join(suffixes)}")
-    require(not path.exists(), f"{flag} {path}: the file already exists; choose another name")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    require(
-        parent.is_dir() and os.access(parent, os.W_OK),
-        f"{flag} {path}: no permission to write there; choose another folder",
-    )
+    if out is not None:
+        require(reserve(path), f"{flag} {path}: the file already exists; choose another name")
     return path
+
+def reserve(path: Path) -> bool:
+    """Create an empty file, so that no other process takes its name. Returns False if it exists."""
+    with humanline.explained(f"--out {path}", "choose another folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+    RESERVED.append(path)
+    return True
+
+RESERVED = []  # files that this process has created
+
+def remove_empty_files() -> None:
+    """Remove reserved files that a command which failed has left empty."""
+    for path in RESERVED:
+        if path.exists() and path.stat().st_size == 0:
+            path.unlink()
+            with contextlib.suppress(OSError):  # other files are there
+                Path("evals").rmdir()
+    RESERVED.clear()
 
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -579,8 +612,9 @@ def accuracy(flags: Accuracy) -> None:
                 samples = [source | completion for completion in completions_of(sampler, group)]
                 samples_of[i, kind, group.row] = samples
                 all_samples += samples
+        write(out, json_lines(all_samples))  # now, in case that the next model fails
+        unload(sampler)
         del sampler
-    write(out, json_lines(all_samples))
 
     models = range(len(configs))
     problems = [
@@ -859,9 +893,11 @@ def winrate(flags: Winrate) -> None:
         }
 
     model_texts = completions_by_row(sampler, 0)
-    del sampler  # its memory is for the other model
+    unload(sampler)
     if against_model:  # another stream, so that comparing a model with itself is a meaningful check
-        other_texts = completions_by_row(load(flags.against, other_config, rewarded=False), 1)
+        other = load(flags.against, other_config, rewarded=False)
+        other_texts = completions_by_row(other, 1)
+        unload(other)
     else:
         other_texts = {
             i: [rows[i].completions[int(np.argmax(rows[i].rewards))]] * flags.samples for i in desirable
@@ -872,17 +908,17 @@ def winrate(flags: Winrate) -> None:
     second = [text for row in common for text in other_texts[row]]
     prompts = [row.prompt for row in pair_rows]
     fields = [row.fields for row in pair_rows]
+    pairs = [
+        dict(where=row.where, prompt=row.prompt, output=output, against=against)
+        for row, output, against in zip(pair_rows, first, second)
+    ]
+    write(out, json_lines(pairs))  # now, in case that the judge fails
     if judge is None:
         preference = compare_rewards(reward, prompts, first, second, fields)
     else:
         preference, position_bias = judge_both_orders(judge, flags.judge, prompts, first, second, fields)
-    write(
-        out,
-        json_lines(
-            dict(where=row.where, prompt=row.prompt, output=output, against=against, preference=value)
-            for row, output, against, value in zip(pair_rows, first, second, preference.tolist())
-        ),
-    )
+    judged = (pair | dict(preference=value) for pair, value in zip(pairs, preference.tolist()))
+    write(out, json_lines(judged))
 
     shape = len(common), flags.samples
     lengths = np.array([list(map(len, pair)) for pair in zip(first, second)], dtype=float)
@@ -894,7 +930,8 @@ def winrate(flags: Winrate) -> None:
             preference[index].reshape(len(index), -1), delta[index].reshape(len(index), -1)
         )
 
-    resampled = fit(resamples(shape[0], 1000))
+    parts = np.array_split(list(resamples(shape[0], 1000)), 40)  # a fit takes much memory
+    resampled = np.concatenate([fit(part) for part in parts])
     controlled = float(fit(np.arange(shape[0])[None])[0]), *np.quantile(resampled, [0.025, 0.975])
     wins = np.mean(preference > 0.5)
     losses = np.mean(preference < 0.5)
@@ -1371,6 +1408,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("eval.py: stopped", file=sys.stderr)
         return 130  # the shell's exit status for SIGINT
+    finally:
+        remove_empty_files()
     return 0
 
 if __name__ == "__main__":

@@ -320,6 +320,26 @@ def test_a_run_is_prompted_with_its_own_template_and_a_model_next_to_it_like_the
     assert prompts == ["Q3", "R3", "Q3", "Q3", "Q3", "Q3"]
 
 
+def test_a_base_without_a_template_gets_that_of_the_run_beside_it(tiny, tmp_path):
+    bare = shutil.copytree(tiny, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    final = shutil.copytree(tiny, tmp_path / "run" / "final")
+    (final / "chat_template.jinja").write_text(humanline.TRANSCRIPT)
+    (tmp_path / "run" / "config.toml").write_text("")
+    flags = evaluation.Accuracy(model=(str(tmp_path / "run"), str(bare)), data="x")
+    for name, config in zip(flags.model, evaluation.configs_for(flags)):
+        assert evaluation.load(name, config).tokenizer.chat_template == humanline.TRANSCRIPT
+
+
+def test_two_commands_at_once_take_different_files_and_a_failed_one_leaves_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [evaluation.new_file(None, (".jsonl",), "accuracy.jsonl").name for _ in range(2)]
+    assert names == ["accuracy.jsonl", "accuracy-2.jsonl"]
+    Path("evals", "accuracy.jsonl").write_text("{}")
+    evaluation.remove_empty_files()
+    assert [path.name for path in Path("evals").iterdir()] == ["accuracy.jsonl"]
+
+
 # data.
 
 @pytest.fixture(scope="session")
@@ -505,7 +525,11 @@ def test_bad_input_gives_a_one_line_error_and_exit_status_2(
     write_jsonl(Path("noanswer.jsonl"), [dict(prompt="p")])
     status = evaluation.main(command.replace("TINY", tiny).replace("OTHER", str(other_vocabulary)).split())
     captured = capsys.readouterr()
-    assert (status, captured.out) == (2, "") and not Path("evals").exists()
+    assert (status, captured.out) == (2, "")
+    if "judges.py" in command and Path("evals").exists():  # what was sampled is kept
+        assert "against" in read_lines(Path("evals", "winrate.jsonl"))[0]
+    else:
+        assert not Path("evals").exists()
     [line] = [line for line in captured.err.splitlines() if "warning" not in line]
     assert line.startswith("eval.py: error: ") and message in line
 
