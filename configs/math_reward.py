@@ -49,13 +49,16 @@ def reference_answer(row: dict) -> str | None:
 
 def final_answer(text: str) -> str:
     """The final answer in a completion: its last \\boxed{}, as $...$; otherwise the text after the last ####
-    or "answer is", or the last line, within the last <answer>…</answer> if there is one."""
+    or "answer is", or the last line, within the last <answer>…</answer> if there is one. What a thought says
+    counts only where nothing after it looks like an answer."""
+    after = text.rpartition("</think>")[2]
+    text = after if re.search(r"\\boxed|####|\d", after) else text
     inside = boxed(text)
     if inside is not None:
         return f"${' '.join(inside.split())}$"
     _, tag, rest = text.rpartition("<answer>")
     text = rest.partition("</answer>")[0] if tag else text
-    for mark in ("####", r"(?i)answer(?:\s+is\b|\s*:)\s*:?"):
+    for mark in ("####", r"(?i)answer(?:\s+is\b|[\s*]*:)\s*:?"):
         parts = re.split(mark, text)
         if len(parts) > 1:
             tail = parts[-1].strip(" \n\t*:")
@@ -69,7 +72,8 @@ def same_answer(reference: str, answer: str) -> bool:
     """Whether two answers are equal. `compare` decides when strings and plain numbers are not enough."""
     if not reference or not answer or len(answer) > 1000 + len(reference):  # too long to be an answer
         return False
-    if re.search(HEDGE, answer) and not re.search(HEDGE, reference):
+    is_list = re.search(r"^[^(\[]*(,(?!\d{3}(?!\d))|\band\b)[^(\[]*$", reference)
+    if re.search(NOT if is_list else HEDGE, answer) and not re.search(HEDGE, reference):
         return False
     reference, answer = written(reference), written(answer)
     expected, given = plain(reference), plain(answer)
@@ -79,16 +83,18 @@ def same_answer(reference: str, answer: str) -> bool:
 
 
 # "4 or 5" and "not 5" do not answer 5, although the number could be parsed from them.
-HEDGE = r"\d\W*\s(?:\\text\{\s*)?or\b\W*\d|\bnot\s\W*\d"
+NOT = r"\bnot\s\W*\d"
+HEDGE = r"\d\W*\s(?:\\text\{\s*)?or\b\W*\d|" + NOT
 
 
 def written(text: str) -> str:
     """Normalize how numbers and lists are written: 10\\,000 becomes 10000, but 1\\,1 stays two numbers;
-    "1, 2, and 3" becomes 1,2,3; "1 1/2" becomes 1\\frac{1}{2}."""
+    "1, 2, and 3" and "1, 2, or 3" become 1,2,3; "1 1/2" becomes 1\\frac{1}{2}."""
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d)", " ", text)
-    if re.fullmatch(r"\S+(,\s*\S+)*,?\s+and\s+\S+", text):
-        text = re.sub(r",?\s+and\s+", ",", text)
+    text = re.sub(r"\\text\{\s*(and|or)\s*\}", r" \1 ", text)
+    if re.fullmatch(r"\S+(,\s*\S+)*,?\s+(and|or)\s+\S+", text):
+        text = re.sub(r",?\s+(and|or)\s+", ",", text)
     return re.sub(r"^(\W*\d+)\s+(\d+)/(\d+)(\W*)$", r"\1\\frac{\2}{\3}\4", text)
 
 

@@ -53,7 +53,8 @@ def sample(prompts: list[list[int]], settings: dict, count: int, seed: int, weig
         engine.collective_rpc("reload_weights", kwargs=dict(weights_path=weights))
         if not torch.cuda.is_available():
             engine.apply_model(repack_head)
-        engine.reset_prefix_cache()  # it was computed with the old weights
+        if not engine.reset_prefix_cache():  # it was computed with the old weights
+            raise RuntimeError("vLLM could not reset its prefix cache, which depends on the old weights")
     versions += weights != loaded
     loaded = weights
     request = LoRARequest(f"humanline-{versions}", versions, weights) if adapters else None

@@ -65,6 +65,9 @@ def warnings(capsys) -> list[str]:
     ("<answer>1</answer><answer>\nThe answer is 2.\n</answer> I hope.", "2."),
     ("<think>\nso \\boxed{3}\n</think>\n<answer>\nthree\n</answer>", "$3$"),
     ("<answer>\n5", "5"),
+    ("<think>\n\\boxed{7}. No, 8.\n</think>\n<answer>\n8\n</answer>", "8"),
+    ("<think>\\boxed{7}? Wait.</think> The answer is **8**.", "8**."),
+    ("**Final Answer**: 8\nDone.", "8"),
 ])
 def test_the_final_answer_is_found(completion, answer):
     assert math_reward.final_answer(completion) == answer
@@ -126,13 +129,14 @@ EQUAL = [
     (r"\begin{pmatrix} 1/5 \\ -3 \end{pmatrix}", r"\boxed{\begin{pmatrix} 0.2 \\ -3 \end{pmatrix}}"),
     (r"(-\infty, 2) \cup (3, \infty)", r"\boxed{(3,\infty)\cup(-\infty,2)}"), ("20", r"\boxed{20\%}"),
     (r"6 - 5i", r"\boxed{-5i+6}"), (r"\$36", r"$36 = \boxed{36}$"),
-    ("104", r"The total is \$104."),
+    ("104", r"The total is \$104."), ("1,-2", r"\boxed{1 \text{ or } -2}"), ("6, 7", "The answer is 6 or 7"),
 ]
 UNEQUAL = [
     (r"\frac{14}{3}", r"\boxed{4.6}"), ("5", r"\boxed{x + 5}"), ("x^2+2x+1", r"\boxed{x^2+1}"),
     (r"\text{even}", "odd"),
     ("1,-2", r"\boxed{1}"), ("18", "It could be 18, or perhaps 20"), (r"\pi", r"\boxed{3.14}"),
     ("(3,4]", r"\boxed{[3,4]}"), ("3", "I do not know"), ("3", r"\boxed{}"), ("3", "3/4 cups"),
+    ("6,7", "The answer is 6 or 8"), ("1,234", "The answer is 1,234 or 5"), ("(1,2)", "(1,2) or (2,1)"),
 ]
 
 
