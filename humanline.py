@@ -116,7 +116,7 @@ class Config:
     """Extra keyword arguments for your reward function, as a JSON object."""
     reward_seconds: float = 10.0
     """Time limit for one call of `math` or of your own function. If a call fails or takes longer, its samples
-    are rewarded one at a time under the same limit, until three in a row have timed out."""
+    are rewarded one at a time under the same limit, until failures in a row have taken three times as long."""
     system: str | None = None  # System message for prompts that have none.
     prompt_template: str | None = None  # Text around each prompt; {prompt} and other {columns} are filled in.
     template_values: str | None = None
@@ -1921,15 +1921,18 @@ class Reward:
         return [lowest if isinstance(reward, str) else reward for reward in attempted]
 
     def one_by_one(self, *samples: list) -> list:
-        """The reward of each sample, or the reason why it failed; stops after three timeouts in a row."""
-        values, late = [], 0
+        """The reward of each sample, or the reason why it failed; stops when failures in a row have taken
+        three times --reward-seconds."""
+        values, lost = [], 0.0
         for sample in zip(*samples):
-            if late < 3:  # afterwards every sample keeps the last timeout as its reason
+            if lost < 3 * self.config.reward_seconds:  # afterwards every sample keeps the last reason
+                started = time.perf_counter()
                 try:
                     [value] = self.call(*([part] for part in sample))
+                    lost = 0.0
                 except Exception as error:
                     value = error
-            late = late + 1 if isinstance(value, TimeoutError) else 0
+                    lost += time.perf_counter() - started
             values.append(value)
         return values
 
