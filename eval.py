@@ -69,6 +69,7 @@ class RowSettings(Settings):
 
     limit: int | None = None  # Read at most this many rows per source. Default: all.
     max_prompt_length: int | None = None  # Drop rows with a prompt of more than this many tokens.
+    max_length: int | None = None  # Maximum length of prompt + completion in tokens. Default: the run's.
     reward: str | None = None
     """Reward for a completion: exact, math or FILE.py:function. Default: the run's, or exact."""
     reward_args: str | None = None
@@ -353,7 +354,10 @@ def config_for(spec: str, flags: Settings, flag: str = "--model", fallback_run: 
         args += ["--config", flags.config]
     elif run:
         args += run_flags(run)
-    names = "seed system prompt_template max_new_tokens dtype max_prompt_length reward reward_args reward_seconds"
+    names = (
+        "seed system prompt_template max_new_tokens dtype max_prompt_length max_length reward reward_args "
+        "reward_seconds"
+    )
     overrides = {name: getattr(flags, name, None) for name in names.split()}
     for name in ("temperature", "top_p"):
         overrides[name] = getattr(flags, name, 1.0)
