@@ -108,7 +108,7 @@ def patched(tmp_path: Path, *patches: tuple[str, str], more: str = ""):
 
 def test_a_loss_is_an_entry_of_the_table(tiny, monkeypatch):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = re.search(r"\*\*A loss of your own\*\*.*?```python\n(.*?)sys.exit", readme, re.DOTALL)[1]
+    code = re.search(r"\*\*Your own loss\*\*.*?```python\n(.*?)sys.exit", readme, re.DOTALL)[1]
     monkeypatch.setitem(LOSSES, "ipo", None)  # so that it is gone after the test
     exec(code, {})
     policy, _, config = policy_of(tiny, loss="ipo", beta=0.5)

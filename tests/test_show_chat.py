@@ -154,7 +154,7 @@ def test_a_chat_remembers_its_turns_until_it_is_reset(talk, talker):
 
 def test_a_chat_uses_the_prompt_settings_of_training(talk, talker, run, data_files):
     data = data_files["groups"]
-    folder = run("--steps 1 --system be --prompt-template <{prompt}> --max-new-tokens 3",
+    folder = run("--steps 1 --sync-k 0 --system be --prompt-template <{prompt}> --max-new-tokens 3",
                  flags=["--model", talker, "--data", data, "--batch-size", "2"])
     _, ((first, answer), (second, _)) = talk(f"--model {folder}", "1", "2")
     assert first == "s:be;u:<1>;a:" and second == f"s:be;u:1;a:{answer};u:<2>;a:" and len(answer) <= 3

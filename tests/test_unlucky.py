@@ -76,7 +76,7 @@ PAIR = dict(chosen="a", rejected="b")
 def test_a_setting_that_is_hardly_intended_gives_one_warning(tiny, tmp_path, capsys, loss, rows, flags,
                                                              words):
     path = write_jsonl(tmp_path / "rows.jsonl", [dict(rows, prompt=f"{i}") for i in range(4)])
-    train(short_run(tiny, path, f"--out {tmp_path}/out --loss {loss} --batch-size 1 --steps 1 {flags}"))
+    train(short_run(tiny, path, f"--out {tmp_path}/out --loss {loss} --batch-size 1 --steps 1 --sync-k 0 {flags}"))
     warned = warnings_of(capsys)
     assert len(warned) == (words != "") and re.search(words, "".join(warned)), warned
 
