@@ -670,6 +670,7 @@ def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folde
     losses, drawn, graphs = [], [], []
     for compiled in ("--no-compile", "--compile"):
         torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
         flags = f"--steps 3 --sample-every 2 --sync-k 2 --reward {varied} {compiled}"
         run = train(folder("llama3"), rows, tmp_path / compiled, flags)
         losses.append([line["loss"] for line in metrics(run.out)])
