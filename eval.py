@@ -412,8 +412,8 @@ def load(spec: str, config: Config, rewarded: bool = True) -> Sampler:
     return sampler
 
 def unload(sampler: Sampler) -> None:
-    """Return the GPU memory of a model that is no longer needed to other models and processes."""
-    sampler.policy = None
+    """Free the memory of a model that is no longer needed, and of its reward, for other models and processes."""
+    sampler.policy = sampler.reward = None
     torch.cuda.empty_cache()
 
 def data_to_evaluate(flags: Accuracy | Show | Winrate, config: Config) -> str:
@@ -536,8 +536,14 @@ def remove_empty_files() -> None:
     RESERVED.clear()
 
 def write(path: Path, text: str) -> None:
+    """Write a file whole or, on a full disk, leave what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 def json_lines(lines: Iterable[dict]) -> str:
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
@@ -618,7 +624,6 @@ def accuracy(flags: Accuracy) -> None:
                 all_samples += samples
         write(out, json_lines(all_samples))  # now, in case that the next model fails
         unload(sampler)
-        del sampler
 
     models = range(len(configs))
     problems = [
@@ -698,7 +703,7 @@ def show_completions(flags: Show) -> None:
         drawn = draw(sampler, groups, rows, samples, stream, flags.greedy)
         prompts.append({group.row: prompt_text(rows[group.row].prompt) for group in drawn})
         completions.append({group.row: completions_of(sampler, group) for group in drawn})
-        del sampler
+        unload(sampler)
 
     shown = [row for row in completions[0] if all(row in by_row for by_row in completions)]
     # 100 columns when the output is not a terminal

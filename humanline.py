@@ -1464,7 +1464,7 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
         require(is_written(row.prompt, start),
                 f"{row.where}: the chat template of the model drops a message of its prompt")
         texts += [start, *(place_answer(tokenizer, row, start, answer) for answer in row.completions)]
-    # 1000 at a time: while it works, a tokenizer keeps four times as much as the ids of a text take.
+    # 1000 at a time: while it works, a tokenizer takes four times the memory of its ids.
     ids_of = itertools.chain.from_iterable(
         tokenizer(texts[start : start + 1000], add_special_tokens=not has_template)["input_ids"]
         for start in range(0, len(texts), 1000))

@@ -592,5 +592,7 @@ def test_what_the_texts_say_of_rates_and_syncs_holds(everything):
     assert [sure[loss, "online"] for loss in ("GRPO", "DPO", "KTO")] == [3, 5, 4]
     assert [(verdict["loss"], verdict["task"]) for verdict in everything.verdicts if verdict["outcome"] == "holds"
             and reproduce.BETTER in verdict["claim"]] == [("GRPO", "five-sorted")]
+    greedy = np.mean([run["greedy"][-1] for run in sorting.forms["grpo", "plain"].runs.values()])
+    assert f"{greedy:.3f}" == "0.997"
     lost = reproduce.collapsed(list(sorting.forms["grpo", "better alone, synced"].runs.values()), "test")
     assert lost == [0, 1, 5]

@@ -340,6 +340,19 @@ def test_two_commands_at_once_take_different_files_and_a_failed_one_leaves_none(
     assert [path.name for path in Path("evals").iterdir()] == ["accuracy.jsonl"]
 
 
+def test_a_full_disk_leaves_the_samples_that_were_written(tmp_path, monkeypatch):
+    evaluation.write(tmp_path / "pairs.jsonl", "first")
+
+    def full(path, text, encoding):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError):
+        evaluation.write(tmp_path / "pairs.jsonl", "first and second")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["first"]
+
+
 # data.
 
 @pytest.fixture(scope="session")

@@ -225,7 +225,8 @@ def test_a_nan_gives_a_one_line_error_and_exit_status_1_and_keeps_the_last_check
         return report
 
     monkeypatch.setattr(humanline, "forward_backward", poisoned)
-    assert humanline.main(short_run(tiny, data_files["groups"], f"--save-every 1 --steps 6 --sync-k 2 --out {out}")) == 1
+    flags = f"--save-every 1 --steps 6 --sync-k 2 --out {out}"
+    assert humanline.main(short_run(tiny, data_files["groups"], flags)) == 1
     expected = r"humanline.py: stopped: step 4: loss .*earlier checkpoints are in .*checkpoint.*\n"
     assert re.fullmatch(expected, capsys.readouterr().err)
     assert len(metrics(out)) == 3 and not (out / "final").exists()

@@ -218,14 +218,8 @@ def draw_base(task: str, model: str, home: Path, seed: int) -> Path:
                 logps=group.logps[i],
             )
             lines.append(rows[group.row].fields | sample)
-    write_whole(path, evaluation.json_lines(lines))
+    evaluation.write(path, evaluation.json_lines(lines))
     return path
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is never seen half written."""
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    evaluation.write(unfinished, text)
-    unfinished.rename(path)
 
 def check_one_pass(groups: list[Group]) -> None:
     """Raises ValueError if some loss would use a pair, an example or a group twice."""
@@ -262,7 +256,7 @@ def train(run: Run, model: str, home: Path) -> dict:
             groups = sampler.draw_rollouts(prompts, rows, EVAL_SAMPLES, humanline.EVALUATION + step)
             curve.append(describe(groups, sampler, base))
         if step == 0:
-            write_whole(before, json.dumps(curve[0]))
+            evaluation.write(before, json.dumps(curve[0]))
         if step == 0 or curve[-1]["reward"] > best["reward"]:
             weights = copy.deepcopy(trainer.policy.state_dict())
             best.update(step=step, reward=curve[-1]["reward"], weights=weights)
