@@ -296,6 +296,12 @@ def test_the_page_grows_with_the_runs_and_reads_every_one(tmp_path, monkeypatch)
             text = decide.page("checked", compared, decide.decide_task(compared))
             assert unread_real(compared) == []
     assert f"{len(known)} runs of" in text and "Incomplete" not in text
+    [cell] = reproduce.taper_cells_of_smollm2(compared[2])  # all neighbours end alike: the first one
+    assert (cell["neighbour"], cell["seeds"]) == ("better alone", 3) and cell["mean"] == pytest.approx(-0.11)
+    row = reproduce.methods_table([], compared).splitlines()[4]
+    assert row == "| GRPO, better completions alone | 0.902 ± 0.002 |"
+    compared[2].tests["mask 0.1"].pop(3)
+    assert reproduce.taper_cells_of_smollm2(compared[2]) == []  # not from a part of the seeds
     undecided = {loss: {"outcome": decide.NEEDS_MORE} for loss in decide.DECIDED}
     text = decide.page("checked", compared, undecided)
     assert "Runs are missing of DPO (some 24) and KTO (some 24)." in text  # 3 forms, 8 seeds

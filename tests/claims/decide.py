@@ -6,7 +6,7 @@ The runs are those of real.py; `reproduce.py` writes the pages. The rule, fixed 
 import itertools
 from pathlib import Path
 from statistics import fmean
-from typing import Iterator
+from typing import Iterable, Iterator
 
 import numpy as np
 
@@ -70,6 +70,13 @@ class Compared:
         lr, k = self.settings[form]
         runs = [real.Run(self.task, self.loss, form, lr, k, seed) for seed in real.TUNING_SEEDS]
         return fmean(self.known[run]["validation"][-1] for run in runs)
+
+    def best_of(self, names: Iterable[str]) -> str | None:
+        """Of the forms with these names, the one that is best on the validation prompts; None if there is none, or if
+        runs of the loss are missing."""
+        if not self.has_seeds(len(real.TEST_SEEDS[self.loss])):
+            return None
+        return max((name for name in names if name in self.tests), key=self.validation, default=None)
 
     def rewards(self, model: str, *forms: str, what: str = "reward") -> list[np.ndarray]:
         """One of real.MEASURES on the test prompts, of the final model ("test") or of the best checkpoint ("best"), over

@@ -405,6 +405,16 @@ def taper_rule(tasks: list[Tuned]) -> dict:
         outcome = "stays"
     return dict(cells=cells, above=above, below=below, tasks_left=left, outcome=outcome)
 
+def taper_cells_of_smollm2(compared: decide.Compared) -> list[dict]:
+    """What stands beside rule 1: humanline against the best published neighbour on SmolLM2, where the taper was not run."""
+    loss = compared.loss
+    neighbour = compared.best_of(experiments.NEIGHBOURS[loss])
+    if not neighbour:
+        return []
+    difference = compare(*compared.rewards("test", HUMANLINE, neighbour))
+    task = f"SmolLM2, {compared.task}"
+    return [dict(loss=loss.upper(), task=task, form=HUMANLINE, neighbour=neighbour, **difference)]
+
 def prior_rule(tasks: list[Tuned]) -> dict:
     """Rule 2: the prior of GRPO is needed where a cell is worse without it by more than MARGIN."""
     cells = []
@@ -530,18 +540,24 @@ def parts_table(tasks: list[Tuned]) -> str:
             rows.append([f"{loss.upper()}, {form} − {other}", *found])
     return markdown("| difference" + ON_TASKS, rows)
 
-def methods_table(tasks: list[Tuned]) -> str:
+def methods_table(tasks: list[Tuned], compared: list[decide.Compared]) -> str:
+    """pass@1 on the tiny models, and the reward of those runs on SmolLM2 that real.py tuned."""
+    with_k = lambda ends, k: show(estimate(ends)) + (f", k {k}" if k else "")
     rows = []
     for loss, (method, names) in itertools.product(FORMS_OF, IN_REPORT.items()):
         row = []
         for tuned in tasks:
             forms = [tuned.forms[loss, name] for name in names if (loss, name) in tuned.forms]
             best = max(forms, key=lambda form: form.validation, default=None)
-            words = f", k {best.k}" if best and best.k else ""
-            row.append(show(estimate(map(last, best.runs.values()))) + words if best else "")
+            row.append(with_k(map(last, best.runs.values()), best.k) if best else "")
+        for one in compared:
+            if one.loss == loss:
+                name = one.best_of(names)
+                row.append(with_k(one.rewards("test", name)[0], one.settings[name][1]) if name else "")
         if any(row):
             rows.append([f"{loss.upper()}, {method}", *row])
-    return markdown("| pass@1 at the end" + ON_TASKS, rows)
+    on_smollm2 = "".join(f" SmolLM2, {task} |" for task in dict.fromkeys(one.task for one in compared))
+    return markdown("| pass@1, or reward, at the end" + ON_TASKS + on_smollm2, rows)
 
 def fill(text: str, tables: dict[str, str]) -> str:
     """Replace what stands between `<!-- NAME -->` and the next empty comment."""
@@ -750,6 +766,8 @@ class Everything:
         ]
         self.verdicts = front_verdicts(self.tasks, self.on_smollm2)
         self.taper, self.prior = taper_rule(self.tasks), prior_rule(self.tasks)
+        for one in itertools.chain(*self.compared.values()):
+            self.taper["cells"] += taper_cells_of_smollm2(one)
         self.decisions = {task: decide.decide_task(some) for task, some in self.compared.items()}
 
     def pages(self) -> dict[str, str]:
@@ -764,7 +782,9 @@ class Everything:
         clip = ratio_clip(self.tasks)
         texts["verdicts.md"] = verdicts_page(measures, clip, self.verdicts, self.taper, self.prior)
         tables = dict(
-            measures=measures, parts=parts_table(self.tasks), methods=methods_table(self.tasks)
+            measures=measures,
+            parts=parts_table(self.tasks),
+            methods=methods_table(self.tasks, list(itertools.chain(*self.compared.values()))),
         )
         texts["report.md"] = fill((HERE / "report.md").read_text(encoding="utf-8"), tables)
         facts = dict(
