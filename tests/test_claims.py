@@ -235,6 +235,15 @@ def test_a_loss_is_finished_on_the_device_where_it_was_begun():
         real.check_device(known, "dpo")
 
 
+def test_the_forms_of_a_test_seed_are_run_on_the_same_samples():
+    known = {real.Run("checked", "grpo", "plain", 1e-5, 0, seed): {"validation": [0.1, 0.3]} for seed in (1, 101)}
+    of_seed = lambda seed: dict(loss="grpo", seed=seed, validation=[0.2, 0.9])
+    real.check_paired(known, of_seed(101))  # tuning is not paired
+    real.check_paired(known, of_seed(2))
+    with pytest.raises(SystemExit, match="seed 1 of GRPO was begun on another kind of CPU"):
+        real.check_paired(known, of_seed(1))
+
+
 @pytest.mark.parametrize("loss, form", [("kto", HUMANLINE), ("kto", "online"), ("grpo", "mask 0.1, synced")])
 def test_other_losses_run_on_smollm2s_data_too(small_real, loss, form):
     real.draw_base("checked", small_real.model, small_real.rows, 1)

@@ -300,7 +300,10 @@ def train(run: Run, model: str, home: Path) -> dict:
     return outcome
 
 def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one thread"
+    """Also says where a CPU has no bf16 instructions: there `--dtype auto` is float32, and draws other samples."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return "CPU, one thread" if torch.cpu._is_avx512_bf16_supported() else "CPU without bf16, one thread"
 
 MEASURES = "reward", "greedy", "kl", "length", "distinct"
 
@@ -375,6 +378,7 @@ def run_all(pool, flags: argparse.Namespace, loss: str, test_seeds: list[int], p
         asked = [pool.submit(train, run, flags.model, flags.rows) for run in missing]
         for done in concurrent.futures.as_completed(asked):
             outcome = done.result()
+            check_paired(known, outcome)
             line = json.dumps(outcome, ensure_ascii=False)
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
@@ -385,6 +389,14 @@ def check_device(known: Known, loss: str) -> None:
     for run, outcome in known.items():
         if run.loss == loss and outcome["device"] != device_name():
             sys.exit(f"real.py: {loss.upper()} was begun on {outcome['device']}; finish it there, or pass --results")
+
+def check_paired(known: Known, outcome: dict) -> None:
+    """Exits if the base did not write the same at the start of a stored test run of the same loss and seed: another kind
+    of CPU draws other samples, and forms are paired by those of their seed."""
+    for run, stored in known.items():
+        is_same_seed = (run.loss, run.seed) == (outcome["loss"], outcome["seed"])
+        if is_same_seed and run.is_test and stored["validation"][0] != outcome["validation"][0]:
+            sys.exit(f"real.py: seed {run.seed} of {run.loss.upper()} was begun on another kind of CPU; finish it there")
 
 if __name__ == "__main__":
     main()
