@@ -228,13 +228,6 @@ def test_the_chain_from_tuning_over_the_test_to_the_page(small_real):
     assert [run for run, outcome in compared[0].known.items() if "is_shown" not in outcome] == []
 
 
-def test_a_loss_is_finished_on_the_device_where_it_was_begun():
-    known = {real.Run("checked", "dpo", "plain", 1e-5, 0, 101): {"device": "another GPU"}}
-    real.check_device(known, "kto")
-    with pytest.raises(SystemExit, match="DPO was begun on another GPU; finish it there"):
-        real.check_device(known, "dpo")
-
-
 def test_the_forms_of_a_test_seed_are_run_on_the_same_samples():
     known = {real.Run("checked", "grpo", "plain", 1e-5, 0, seed): {"validation": [0.1, 0.3]} for seed in (1, 101)}
     of_seed = lambda seed: dict(loss="grpo", seed=seed, validation=[0.2, 0.9])

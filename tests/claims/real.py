@@ -371,7 +371,6 @@ def run_all(pool, flags: argparse.Namespace, loss: str, test_seeds: list[int], p
         print(f"{loss.upper()}: {stored} stored, {len(missing)} come next, some {in_all} are missing", flush=True)
         if flags.dry or not missing:
             return
-        check_device(known, loss)
         draw = functools.partial(draw_base, flags.task, flags.model, flags.rows)
         seeds = sorted({run.seed for run in missing})
         list(pool.map(draw, seeds))
@@ -383,12 +382,6 @@ def run_all(pool, flags: argparse.Namespace, loss: str, test_seeds: list[int], p
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
             print(f"  {outcome['flags']}: {outcome['validation'][-1]:.3f}", flush=True)
-
-def check_device(known: Known, loss: str) -> None:
-    """Exits if a loss was begun on another device: the same seed would draw other data there."""
-    for run, outcome in known.items():
-        if run.loss == loss and outcome["device"] != device_name():
-            sys.exit(f"real.py: {loss.upper()} was begun on {outcome['device']}; finish it there, or pass --results")
 
 def check_paired(known: Known, outcome: dict) -> None:
     """Exits if the base did not write the same at the start of a stored test run of the same loss and seed: another kind
