@@ -10,7 +10,7 @@ An implementation of "Humanline: Online Alignment as Perceptual Loss" (arXiv 250
 
 With your own model and data (the README shows the rows), on one GPU, on eight, and after an interruption:
 
-  python humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --data pairs.jsonl --loss dpo --out runs/mine
+  python humanline.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --loss dpo --no-humanline --out runs/mine
   torchrun --nproc_per_node 8 humanline.py --config runs/mine/config.toml --lr 5e-7
   python humanline.py --config runs/mine/config.toml --out runs/mine --resume latest
 
@@ -22,16 +22,16 @@ The file is meant to be read from top to bottom. Configuration, perception, obje
 first: they are the method. What the loop calls follows: the run's folder and logs, models, data, rollouts,
 rewards, the reference, log-probs, ranks and checkpoints, and finally the command line.
 
-Three policies appear throughout. The **old policy** drew the current rollouts. The **reference** is what the
-log-ratio and the KL are measured against; online without syncs, the log-ratio is measured against the old
-policy instead. The **sampler** μ is whatever model produced a completion: the old policy, or a model that we
-know nothing about.
+Besides the policy that is trained, three appear throughout. The **old policy** drew the current rollouts. The
+**reference** is what the log-ratio and the KL are measured against; online without syncs, the log-ratio is
+measured against the old policy instead. The **sampler** μ is whatever model produced a completion: the old
+policy, or a model that we know nothing about.
 
 Left out on purpose: a value model, a second model on the GPU, tensor and pipeline parallelism, quantized
 weights, images, tools, and several turns within one rollout.
 """
 
-# For `uv run humanline.py`; the same as requirements.txt:
+# For `uv run humanline.py`; what this file needs of requirements.txt:
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
@@ -385,7 +385,7 @@ def token_kl(log_ratio: Tensor) -> Tensor:
     """exp(-d) + d - 1 >= 0, whose mean over samples of π_θ is KL(π_θ || π_ref), in nats (Schulman 2020)."""
     return torch.expm1(-log_ratio) + log_ratio
 
-# What a loss trains on. Each group is turned into units of sequences; --batch-size counts units.
+# What a loss trains on. Each group is turned into units of sequences; offline, --batch-size counts units.
 
 @dataclass
 class Group:
@@ -410,7 +410,7 @@ class Sequence:
     is_chosen: bool = False  # it is labelled desirable; without labels, its advantage is positive
     kto_weight: float = 1.0  # λ_D or λ_U
     ref_logps: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t)
-    old_logps: Tensor | None = None  # (len(completion),) of the old policy; None: it is the policy itself
+    old_logps: Tensor | None = None  # (len(completion),) of the old policy; see Microbatch
     sampler_logps: Tensor | None = None  # (len(completion),) of the sampler; None: unknown
     verdicts: Tensor | None = None  # (len(completion),) of --perception sample, see `humanline_verdicts`
     is_idle: bool = False  # it has no gradient, and is skipped
@@ -431,7 +431,7 @@ class Microbatch:
     is_chosen: Tensor  # (N,) booleans: the advantage is positive; or chosen, or desirable
     kto_weights: Tensor  # (N,) λ_D or λ_U
     ref_logps: Tensor | None  # (N, T) log π_ref, if needed
-    old_logps: Tensor | None  # (N, T) log π_old; None: the old policy is the policy itself
+    old_logps: Tensor | None  # (N, T) log π_old; None: it is not needed, or it is the policy's
     sampler_logps: Tensor | None  # (N, T) log μ; None: unknown
     verdicts: Tensor | None  # (N, T) of --perception sample
     step: int = 0  # the optimizer step, from 1
@@ -472,6 +472,7 @@ def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
         sequence.kto_weight = 0.0 if config.positive_only else config.undesirable_weight
         if sequence.is_chosen:
             sequence.kto_weight = config.desirable_weight or balanced
+        # See `prepare_groups` for --perception sample.
         sequence.is_idle = sequence.kto_weight == 0 and config.perception != "sample"
 
 def compute_dpo(x: Microbatch, config: Config) -> Tensor:
@@ -1606,8 +1607,8 @@ def prepare_groups(groups: list[Group], config: Config) -> None:
     loss."""
     loss = LOSSES[config.loss]
     # M_P and M_R of --perception sample are maxima over all tokens, so it needs every token's d.
-    needs_all = (loss.needs_all or config.kl_beta > 0 or config.perception == "sample"
-                 or (loss.unit != "group" and not config.chosen_alone))
+    needs_all = not config.chosen_alone and (loss.needs_all or loss.unit != "group" or config.kl_beta > 0
+                                             or config.perception == "sample")
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
         advantages = group_advantages(rewards, scale=config.scale_rewards)
@@ -2241,9 +2242,9 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap:
     elsewhere.
 
     The output head is applied only where there is a label, to at most `chunk` positions at a time, so memory
-    grows with chunk x vocabulary and not with the batch. Computed in float32 (in float64 for float64 input);
-    the gradient of the weight is summed over chunks in the weight's dtype. To use it elsewhere, copy
-    `TokenLogps` as well.
+    grows with chunk x vocabulary and not with the batch. Logits are products in the dtype of the weight, with
+    autocast in bf16; the softmax is in float32 (in float64 for float64 input). The gradient of the weight is
+    summed over chunks in the weight's dtype. To use it elsewhere, copy `TokenLogps` as well.
 
     Args:
         hidden: (N, T, D) final hidden states; hidden[:, t] predicts labels[:, t].
@@ -2349,7 +2350,8 @@ def join_ranks() -> torch.device:
         patience = datetime.timedelta(hours=4)  # one may write a large model, or restart an engine
         store.set_timeout(patience)
         dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, timeout=patience)
-        RANK, WORLD_SIZE = this_rank, ranks
+    if dist.is_initialized():  # here, or by a program that calls `train`
+        RANK, WORLD_SIZE = dist.get_rank(), dist.get_world_size()
     return device
 
 def gather_from_ranks(value: Any) -> list:
@@ -2626,7 +2628,7 @@ def main(argv: list[str] | None = None) -> int:
         return leave(1, f"stopped: {str(error).splitlines()[0]:.200}; try --microbatch-tokens "
                      f"{config.microbatch_tokens // 2}, a lower --sample-tokens or --max-length, "
                      "--checkpoint-activations, --lora 16 or --shard")
-    except KeyboardInterrupt:  # before the first step, or the second Ctrl-C
+    except KeyboardInterrupt:  # the second Ctrl-C, or one before the run has begun
         return leave(130, "stopped at once; earlier checkpoints are kept")
 
 def leave(status: int, message: str = "") -> int:
@@ -2642,7 +2644,8 @@ def leave(status: int, message: str = "") -> int:
 
 def parse_config(argv: list[str]) -> Config:
     """Flags override --config or the settings of the demo, which override the defaults."""
-    words = [part for word in argv for part in word.split("=", 1)]  # --flag=VALUE is --flag VALUE
+    # --flag=VALUE is --flag VALUE
+    words = [part for word in argv for part in word.split("=", word.startswith("--"))]
     typed = {word.replace("_", "-"): value for word, value in itertools.pairwise([*words, ""])}
     require(words.count("--data") < 2, "--data appears twice; write --data FIRST SECOND")
     loss = typed.get("--loss", "grpo")
@@ -2730,7 +2733,8 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 def check_config(config: Config) -> None:
-    """Raises UserError for the first invalid value, or one that the loss does not read."""
+    """Raises UserError for the first invalid value, or one that differs from its default though the loss does
+    not read it."""
     for name in config.given:
         require(does_read(config.loss, name),
                 f"--loss {config.loss} does not use {flag_of(name)}; omit it")

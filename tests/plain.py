@@ -9,7 +9,7 @@
 Start with `train` and `mean_loss`; equations as in arXiv 2509.24207. humanline.py computes the same faster:
 tests/test_plain.py holds it to this, weight for weight. Left out: all that saves memory or time (a policy is
 a whole model), GPUs, ranks, checkpoints, metrics, LoRA, several passes over the data, other data than scored
-completions, other rewards than exact answers, other means than that over tokens.
+completions, other rewards than exact answers, other means than that over tokens, rarer settings.
 """
 
 import copy
@@ -77,20 +77,21 @@ class Sample:
 # ---------- The loop ----------------------------------------------------------------------------------------
 def train(policy, tokenizer, rows, draw):
     """Train the policy in place. Online, draw(policy, tokenizer, row, step) gives a row's rollouts."""
-    reference = frozen(policy)  # π_ref: the policy as of the last sync
-    old_policy = reference  # π_old drew the completions; offline: the initial policy instead
+    reference = frozen(policy)  # π_ref: the policy as of the last sync; at first the initial policy
+    old_policy = reference  # π_old: the policy that drew the completions; offline always the initial policy
     optimizer = torch.optim.AdamW(policy.parameters(), eps=config.adam_eps, weight_decay=config.weight_decay)
     size = config.batch_size
     if not config.sample_every:
         rows = offline_units(rows, tokenizer)
     torch.manual_seed(seed_for(0, "order", 0))
     units = [rows[i] for i in torch.randperm(len(rows))]
+    assert config.steps * size <= len(units), "one pass over the data has fewer steps"
 
     for step in tqdm(range(1, config.steps + 1)):
         start = (step - 1) * size
         if config.sample_every and (step - 1) % config.sample_every == 0:
             old_policy = frozen(policy)
-            here = slice(start, start + config.sample_every * size)
+            here = slice(start, min(start + config.sample_every * size, config.steps * size))
             units[here] = make_units([draw(policy, tokenizer, row, step) for row in units[here]])
         batch = sum(units[start : start + size], [])
         for p in policy.parameters():
@@ -166,6 +167,8 @@ def reference_point(policy, ratio_to, batch, step):
             if other.prompt != sample.prompt:
                 pairs.append(Sample(sample.prompt, other.completion))
                 break
+    if not pairs:  # all have the same prompt
+        return torch.zeros(())
     ids, mask = collate(pairs)
     d = log_probs(policy, ids, mask) - log_probs(ratio_to, ids, mask)
     return perceive(d, mask, step).sum(1).mean().clamp(min=0)

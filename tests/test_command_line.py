@@ -55,7 +55,7 @@ def test_a_tilde_in_out_means_the_home_folder(run, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("form", ["--config {}", "--config={}"])
 def test_a_config_file_sets_defaults_and_flags_override_it(tmp_path, form):
-    path = tmp_path / "run.toml"
+    path = tmp_path / "lr=1e-4.toml"
     path.write_text('\ufeffloss = "dpo"\nsync-k = 12\nhumanline = false\nlr = 1e-5\n'
                     'data = ["a.jsonl", "b.jsonl"]\n')
     config = parse(form.format(path) + " --lr 3e-5 --humanline")
@@ -385,8 +385,10 @@ def test_with_the_file_alone_no_reward_stops_a_run(alone, tiny):
     (alone.folder / "sub").mkdir()
     (alone.folder / "sub" / "neighbour.py").write_text("value = 1")
     (alone.folder / "sub" / "moods.py").write_text(MOODS)
-    moods = ["good", "hang", "exit", "crash", "raise", "nan"]
-    data = write_jsonl(alone.folder / "rows.jsonl", [dict(prompt=mood, mood=mood) for mood in moods])
+    # The longest prompt is rewarded first: failures in a row may take three seconds, and more on a slow machine.
+    moods = {"a prompt": "good"} | {mood: mood for mood in ("hang", "exit", "crash", "raise", "nan")}
+    rows = [dict(prompt=prompt, mood=mood) for prompt, mood in moods.items()]
+    data = write_jsonl(alone.folder / "rows.jsonl", rows)
     done = alone("--model", tiny, "--data", data,
                  *("--sample-every 1 --steps 1 --batch-size 6 --group-size 2 "
                  "--max-new-tokens 3 --reward sub/moods.py:mood --reward-seconds 1 --out moods").split(),

@@ -16,7 +16,7 @@ def test_the_loop_in_the_readme_trains_to_the_weights_of_the_program(run, tiny, 
     code = code.replace(settings, f"**(dict({settings}) | {ours!r})")
     names = {}
     exec(code, names)
-    folder = run("--loss dpo --sync-k 2 --warmup 0", data="pairs")
+    folder = run("--loss grpo --sync-k 2 --warmup 0", data="pairs")
     theirs = load_file(folder / "final" / "model.safetensors")
     weights = dict(names["policy"].named_parameters())
     assert len(weights) > 5 and weights.keys() == theirs.keys()

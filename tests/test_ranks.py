@@ -103,7 +103,8 @@ def test_a_rank_without_a_pair_neither_hangs_nor_biases_the_gradient(tiny, data_
     flags = [flags_of(tiny, data_files, varied, "dpo", "offline", f"{small} {how}")
              for how in ("", "--shard")]
     runs = [[*run_flags, "--out", str(tmp_path / str(i))] for i, run_flags in enumerate(flags)]
-    (tmp_path / "driver.py").write_text(DRIVER + END)
+    joined = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"  # by the calling program
+    (tmp_path / "driver.py").write_text(joined + DRIVER + END)
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     process = torchrun(tmp_path / "driver.py", tmp_path / "runs.json")
     _, error = process.communicate(timeout=120)
