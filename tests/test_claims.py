@@ -233,8 +233,27 @@ def test_the_forms_of_a_test_seed_are_run_on_the_same_samples():
     of_seed = lambda seed: dict(loss="grpo", seed=seed, validation=[0.2, 0.9])
     real.check_paired(known, of_seed(101))  # tuning is not paired
     real.check_paired(known, of_seed(2))
-    with pytest.raises(SystemExit, match="seed 1 of GRPO was begun on another kind of CPU"):
+    with pytest.raises(SystemExit, match="seed 1 of GRPO was begun on another machine"):
         real.check_paired(known, of_seed(1))
+
+
+def test_after_an_error_no_run_is_trained_for_nothing(small_real):
+    class Failing(InThisProcess):
+        """Draws data; the first run fails, and the others wait."""
+
+        def submit(self, function, *arguments):
+            if function is not real.train:
+                return super().submit(function, *arguments)
+            future = Future()
+            if not waiting:
+                future.set_exception(RuntimeError("no memory"))
+            waiting.append(future)
+            return future
+
+    waiting = []
+    with pytest.raises(RuntimeError, match="no memory"):
+        real.run_all(Failing(), small_real, "dpo", [1], small_real.rows / "real-checked.jsonl")
+    assert len(waiting) > 1 and all(future.cancelled() for future in waiting[1:])
 
 
 @pytest.mark.parametrize("loss, form", [("kto", HUMANLINE), ("kto", "online"), ("grpo", "mask 0.1, synced")])

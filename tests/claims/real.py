@@ -375,21 +375,25 @@ def run_all(pool, flags: argparse.Namespace, loss: str, test_seeds: list[int], p
         seeds = sorted({run.seed for run in missing})
         list(pool.map(draw, seeds))
         asked = [pool.submit(train, run, flags.model, flags.rows) for run in missing]
-        for done in concurrent.futures.as_completed(asked):
-            outcome = done.result()
-            check_paired(known, outcome)
-            line = json.dumps(outcome, ensure_ascii=False)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
-            print(f"  {outcome['flags']}: {outcome['validation'][-1]:.3f}", flush=True)
+        try:
+            for done in concurrent.futures.as_completed(asked):
+                outcome = done.result()
+                check_paired(known, outcome)
+                line = json.dumps(outcome, ensure_ascii=False)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(f"{line}\n")
+                print(f"  {outcome['flags']}: {outcome['validation'][-1]:.3f}", flush=True)
+        finally:
+            for run in asked:  # after an error, hours of training would not be stored
+                run.cancel()
 
 def check_paired(known: Known, outcome: dict) -> None:
-    """Exits if the base did not write the same at the start of a stored test run of the same loss and seed: another kind
-    of CPU draws other samples, and forms are paired by those of their seed."""
+    """Exits if the base has another reward than at the start of a stored test run of the same loss and seed: another kind
+    of machine draws other samples, and forms are paired by those of their seed."""
     for run, stored in known.items():
         is_same_seed = (run.loss, run.seed) == (outcome["loss"], outcome["seed"])
         if is_same_seed and run.is_test and stored["validation"][0] != outcome["validation"][0]:
-            sys.exit(f"real.py: seed {run.seed} of {run.loss.upper()} was begun on another kind of CPU; finish it there")
+            sys.exit(f"real.py: seed {run.seed} of {run.loss.upper()} was begun on another machine; finish it there")
 
 if __name__ == "__main__":
     main()
