@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, rows_of, write_jsonl
 
+import again
 import bases
 import decide
 import eval as evaluation
@@ -61,6 +62,19 @@ def test_a_base_that_learned_nothing_is_taught_again_from_another_start(tmp_path
     monkeypatch.setattr(bases, "draw", draw)
     bases.make_model("two-digits", tmp_path, 0)
     assert len(taught) == 2 and taught[0] != taught[1] and (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("test, ends_right", [
+    ([0.5, 0.8], True),  # the same base, bit for bit
+    ([0.5, 0.8001], False),
+    ([0.6, 0.72], True),  # another base: 0.8 ± t(2) · 0.1 · √(1 + 1/3), by hand 0.303 to 1.297
+    ([0.6, 0.31], True),
+    ([0.6, 0.29], False),
+])
+def test_a_form_that_is_trained_again_ends_as_stored_or_where_another_seed_would(test, ends_right):
+    stored = {seed: {"test": [start, end]} for seed, start, end in [(1, 0.5, 0.8), (2, 0.4, 0.7), (3, 0.4, 0.9)]}
+    line, is_right = again.judge(reproduce.Form(2e-4, 8, 0.8, stored), 1, {"test": test})
+    assert is_right == ends_right == ("not as stored" not in line) and "0.800 ± 0.497" in line
 
 
 # The list of runs.
