@@ -788,7 +788,6 @@ class Run:
         self.stopped_at: int | None = None  # the step after which a signal stopped the run
         self.latest: dict[str, float] = {}  # latest value of every metric, and values before the first step
         self.watch = Watch()
-        self.signals = note_signals(stack)
         require(config.model, "--model is missing; pass a Hugging Face name or a folder")
         require(config.data, "--data is missing; pass a file or a data set of the hub")
         require(not config.eval_every or config.eval_data,
@@ -868,6 +867,7 @@ class Run:
                           **{"disable": True} if RANK else {})
         if first == 1:
             self.latest = {f"{name}_before": value for name, value in self.measure(0).items()}
+        self.signals = note_signals(self.stack)
 
     def measure(self, step: int) -> dict[str, float]:
         """On --eval-data: `accuracy`, the mean reward of samples, and `greedy`, that of greedy ones."""
@@ -1019,8 +1019,8 @@ def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
     check_folder(out, config)  # again: another run may have finished in the meantime
 
 def note_signals(stack: contextlib.ExitStack) -> list[int]:
-    """A list to which SIGTERM, SIGHUP and Ctrl-C are added until `stack` closes, unless they are ignored, as by
-    nohup."""
+    """From now on finish the step on SIGTERM, SIGHUP and Ctrl-C, unless they are ignored, as by nohup. Returns the
+    list to which they are added until `stack` closes."""
     received = []
 
     def note(number, _):
@@ -2606,6 +2606,8 @@ def warn(message: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit status."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # KeyboardInterrupt, as before the imports
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         if config.resume == "latest" and Path(config.out, "final").exists():

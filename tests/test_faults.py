@@ -81,9 +81,12 @@ def test_a_signal_stops_the_run_after_its_step_so_that_it_can_be_resumed(
     assert timeless(resumed) == timeless(whole) and same_weights(resumed, whole)
 
 
-@pytest.mark.parametrize("flags", ["--sample-every 1 --data PROMPTS", "--data GROUPS --eval-data PROMPTS"])
-def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path, flags):
-    slow = tmp_path / "slow.py"  # a reward that is still awaited when the second one comes
+@pytest.mark.parametrize("flags, times", [
+    ("--sample-every 1 --data PROMPTS", 2),
+    ("--data GROUPS --eval-data PROMPTS", 1),  # before the first step
+])
+def test_ctrl_c_twice_or_before_the_first_step_ends_the_command_in_one_line(tiny, data_files, tmp_path, flags, times):
+    slow = tmp_path / "slow.py"  # a reward that is still awaited when the signal comes
     slow.write_text("import time\ndef reward(prompts, completions, rows):\n    time.sleep(60)\n")
     flags = flags.replace("PROMPTS", data_files["prompts"]).replace("GROUPS", data_files["groups"])
     flags += (f" --model {tiny} --steps 9 --batch-size 4 --max-new-tokens 4 --reward {slow}:reward "
@@ -92,7 +95,7 @@ def test_a_second_ctrl_c_ends_the_command_in_one_line(tiny, data_files, tmp_path
     while not process.stdout.readline().startswith("steps  "):
         assert process.poll() is None
     try:
-        for _ in range(2):
+        for _ in range(times):
             time.sleep(0.5)
             process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
