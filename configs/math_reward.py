@@ -50,9 +50,9 @@ def reference_answer(row: dict) -> str | None:
 def final_answer(text: str) -> str:
     """The final answer in a completion: its last \\boxed{}, as $...$; otherwise the text after the last ####
     or "answer is", or the last line, within the last <answer>…</answer> if there is one. What a thought says
-    counts only where nothing after it looks like an answer."""
+    counts only if nothing follows it."""
     after = text.rpartition("</think>")[2]
-    text = after if re.search(r"\\boxed|####|\d", after) else text
+    text = after if after.strip() else text
     inside = boxed(text)
     if inside is not None:
         return f"${' '.join(inside.split())}$"
