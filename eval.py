@@ -53,7 +53,7 @@ class Settings:
     """Flags of every command that loads a model."""
 
     config: str | None = None
-    """A .toml file with settings of humanline.py, for those without a flag here. Default: the run's
+    """A .toml file with settings of humanline.py, read instead of the run's config.toml. Default: the run's
     config.toml."""
     system: str | None = None  # System message for prompts that have none. Default: the run's.
     prompt_template: str | None = None
@@ -178,8 +178,9 @@ PANELS = {
 MEASURED = "accuracy", "greedy"  # on held-out rows, at some steps
 NOT_SMOOTHED = (*MEASURED, "speed", "lr", "seconds", "sampling")
 
-def check_flags(flags: Any) -> None:
-    """Raises UserError if a count is out of range, or if a flag that takes a list has no value."""
+def check_flags(flags: Any, words: list[str]) -> None:
+    """Raises UserError if a count is out of range, or if a flag that takes a list has no value or appears twice
+    in the `words` of the command."""
     for name, least in dict(samples=1, prompts=1, own=0, limit=1).items():
         value = getattr(flags, name, None)
         value = least if value is None else value
@@ -187,6 +188,11 @@ def check_flags(flags: Any) -> None:
     for name, value in vars(flags).items():
         require(
             value != () or name == "runs", f"--{name} has no value; pass at least one, or omit the flag"
+        )
+        count = sum(word.partition("=")[0] == f"--{name}" for word in words)
+        require(
+            count < 2 or not isinstance(value, tuple),
+            f"--{name} appears twice; write --{name} FIRST SECOND",
         )
 
 # ---------- Estimates and their uncertainty: pure functions -------------------------------------------------
@@ -403,7 +409,8 @@ def load(spec: str, config: Config, rewarded: bool = True) -> Sampler:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy, tokenizer = humanline.load_policy(config, device)
     if config.config and not tokenizer.chat_template:  # a base is prompted like the run that it is compared with
-        template = Path(config.config).with_name("final") / "chat_template.jinja"
+        folder = Path(config.config).parent  # a run, or a copy of its final/
+        template = (folder / "final" if (folder / "final").is_dir() else folder) / "chat_template.jinja"
         tokenizer.chat_template = template.read_text(encoding="utf-8") if template.exists() else None
     sampler = Sampler(policy, tokenizer, config)
     sampler.name = spec
@@ -944,7 +951,7 @@ def winrate(flags: Winrate) -> None:
     controlled = float(fit(np.arange(shape[0])[None])[0]), *np.quantile(resampled, [0.025, 0.975])
     wins = np.mean(preference > 0.5)
     losses = np.mean(preference < 0.5)
-    is_one_sided = abs(preference.mean() - 0.5) >= 0.48
+    cannot_fit = np.ptp(preference) == 0 or abs(preference.mean() - 0.5) >= 0.48
     results = [
         [
             "win rate",
@@ -953,8 +960,8 @@ def winrate(flags: Winrate) -> None:
         ],
         [
             "length-controlled",
-            "–" if is_one_sided else format_interval(controlled),
-            "not estimated: one side nearly always wins" if is_one_sided else "",
+            "–" if cannot_fit else format_interval(controlled),
+            "not estimated: all pairs tie, or one side nearly always wins" if cannot_fit else "",
         ],
         [
             "length difference, characters",
@@ -1141,9 +1148,9 @@ def perception(flags: Perception) -> None:
     trained = humanline.parse_config(run_flags(run)) if run else config
     ref_name = flags.ref or trained.model
     ref_config = config_for(ref_name, flags, "--ref", run)
-    data = flags.data or config.data[0]
-    if not flags.data and not flags.limit:
-        config.limit = trained.limit  # the rows that the run read
+    data = flags.data or trained.data[0]
+    if not flags.data:  # only rows that the run read
+        config.limit = min(filter(None, (flags.limit, trained.limit)), default=None)
     out = new_file(flags.out, (".png", ".svg"), "perception.png")
     rows = read_rows(data, config, "--data")
     require(
@@ -1405,8 +1412,9 @@ def main(argv: list[str] | None = None) -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        flags = humanline.parse_flags(sys.argv[1:] if argv is None else argv, kind=Command)
-        check_flags(flags)
+        words = sys.argv[1:] if argv is None else argv
+        flags = humanline.parse_flags(words, kind=Command)
+        check_flags(flags, words)
         COMMANDS[type(flags)](flags)
     except UserError as error:
         print(f"eval.py: error: {error}", file=sys.stderr)
