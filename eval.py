@@ -365,12 +365,11 @@ def config_for(spec: str, flags: Settings, flag: str = "--model", fallback_run: 
         "reward_seconds"
     )
     overrides = {name: getattr(flags, name, None) for name in names.split()}
-    for name in ("temperature", "top_p"):
-        overrides[name] = getattr(flags, name, 1.0)
     for name, value in overrides.items():
         if value is not None:
             args.append(f"{humanline.flag_of(name)}={value}")
-    config = humanline.parse_config(args)
+    sampling = {name: getattr(flags, name, 1.0) for name in ("temperature", "top_p")}
+    config = dataclasses.replace(humanline.parse_config(args), **sampling)
     config.limit = getattr(flags, "limit", None)  # a run's is for its training data
     if overrides["reward"] and not overrides["reward_args"]:
         config.reward_args = None  # a run's are for its own reward

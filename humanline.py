@@ -173,7 +173,8 @@ class Config:
     """0: train on the completions in the data (offline). N: draw new completions every N steps and train
     on them for N steps (1: online)."""
     group_size: int = 8  # Completions drawn per prompt.
-    temperature: float = 1.0  # Sampling temperature. Log-probs of rollouts are computed at it, too.
+    temperature: float = 1.0
+    """Sampling temperature. Online, log-probs are computed at it, too; offline, at 1."""
     top_p: float = 1.0  # Nucleus sampling.
     max_new_tokens: int = 512  # Maximum length of a sampled completion.
     sample_tokens: int = 65536
@@ -244,7 +245,7 @@ class Config:
         self.logits_temperature = self.temperature if self.sample_every else 1.0
         self.draws_outside = self.sample_every > 0 and self.sampler != "generate"
         # These two depend on the model; load_policy sets them.
-        self.is_mixed = False  # whether weights are fp32 and matrix products bf16
+        self.is_mixed = False  # whether trained weights are fp32 and matrix products bf16
         self.shares_prompts = False  # whether a row of the forward pass may hold several completions
 
 RANGES = {  # smallest and largest value of settings
@@ -1075,7 +1076,8 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             policy = load_weights(config, device)
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence "
                 "token, so completions cannot end; set eos_token in tokenizer_config.json")
-        config.is_mixed = is_mixed(policy, config)
+        config.dtype = choose_dtype(policy, config)  # so that resuming on another machine is exact
+        config.is_mixed = config.dtype == "mixed" or (config.lora > 0 and config.dtype == "bfloat16")
         if config.lora:
             add_adapters(policy, config)
         switch_off_dropout(policy)
@@ -1202,13 +1204,13 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
         return torch.allclose(in_one_row, in_own_rows, rtol=0.05, atol=0.05)
     return False
 
-def is_mixed(policy: Module, config: Config) -> bool:
-    """True for fp32 weights with bf16 matrix products: with `--dtype auto` on a GPU, and for large models
-    on a CPU with bf16 instructions."""
+def choose_dtype(policy: Module, config: Config) -> str:
+    """--dtype; for `auto`, mixed on a GPU, and for large models on a CPU with bf16 instructions."""
     if config.dtype != "auto":
-        return config.dtype == "mixed" or (config.lora > 0 and config.dtype == "bfloat16")  # fp32 adapters
+        return config.dtype
     is_large = policy.num_parameters() >= 20_000_000
-    return torch.cuda.is_available() or (is_large and torch.cpu._is_avx512_bf16_supported())
+    has_bf16 = torch.cuda.is_available() or (is_large and torch.cpu._is_avx512_bf16_supported())
+    return "mixed" if has_bf16 else "float32"
 
 # ---------- Data --------------------------------------------------------------------------------------------
 # From rows on disk to groups of rewarded completions to batches.
@@ -1475,7 +1477,9 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
             prompt.pop()
     return encoded
 
-DATE = "26 Jul 2024"  # what templates get for today's date, so that resuming on another day is exact
+# What templates get for today's date, so that resuming on another day is exact.
+DATE = "26 Jul 2024"
+DATE_PARTS = {"%d": "26", "%m": "07", "%b": "Jul", "%B": "July", "%y": "24", "%Y": "2024"}
 
 # Templates for models without one: for plain texts, and for dialogues.
 PLAIN = ("{% for turn in messages %}{{ '\n\n' if not loop.first and turn.role != 'assistant' }}"
@@ -1488,7 +1492,8 @@ def render(tokenizer: Any, dialogue: list[dict], **settings: Any) -> str:
     """Format a dialogue with the chat template."""
     template = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN
     if "strftime_now" in template:
-        template = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}{template}"
+        parts = "".join(f"|replace('{code}', '{text}')" for code, text in DATE_PARTS.items())
+        template = f"{{% macro strftime_now(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}{template}"
     return tokenizer.apply_chat_template(dialogue, chat_template=template, tokenize=False, **settings)
 
 def place_answer(tokenizer: Any, row: Row, start: str, answer: str) -> str:
@@ -2543,8 +2548,8 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     for name, value in json.loads(json.dumps(present)).items():
         before = state["settings"].get(name, value)
         require(name in FREE_ON_RESUME or value == before,
-                f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with its own "
-                "config.toml, from the folder where it was started")
+                f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with that, or "
+                "with its own config.toml from the folder where it was started")
     require(state["data"] == batches.fingerprint,
             f"--resume {path}: --data, the weights or chat template of --model, or the file of --reward or "
             "--sampler have changed since; restore them")
@@ -2584,6 +2589,7 @@ def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> No
         return
     try:
         with new_folder(path) as folder:
+            policy.generation_config.eos_token_id = find_stop_ids(policy, tokenizer)  # where it learned to stop
             policy.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
             (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -2666,7 +2672,10 @@ def parse_config(argv: list[str]) -> Config:
         require(config.perception == needed, f"{flag} needs --perception {needed}")
     for flag, needed, is_read in (
             ("--lora-alpha", "--lora", config.lora),
-            ("--sampler", "--sample-every or --eval-data", config.sample_every or config.eval_data),
+            *((flag, "--sample-every or --eval-data", config.sample_every or config.eval_data)
+              for flag in ("--sampler", "--temperature", "--top-p")),
+            ("--eval-samples", "--eval-data", config.eval_data),
+            ("--eval-prompts", "--eval-data", config.eval_data),
             ("--reward-args", "--reward FILE.py:function", ":" in config.reward)):
         require(flag not in typed or is_read, f"{flag} needs {needed}")
     return config
@@ -2757,7 +2766,7 @@ def check_config(config: Config) -> None:
     require(config.resume != "latest" or config.out,
             "--resume latest needs the folder of the run; pass --out")
 
-FORMAT = 3  # of run folders; increased when older ones can no longer be resumed
+FORMAT = 4  # of run folders; increased when older ones can no longer be resumed
 TOML_HEAD = f"# python humanline.py --config THIS_FILE repeats the run. Format {FORMAT}.\n"
 
 def to_toml(config: Config) -> str:

@@ -156,6 +156,8 @@ BAD_FLAGS = [
     ("--sample-every 1 --group-size 1", r"--group-size must be at least 2"),
     ("--prompt-template hello", r"--prompt-template must contain \{prompt\}"),
     ("--sampler configs/external.py:vllm", r"--sampler needs --sample-every or --eval-data"),
+    ("--temperature 0.7", r"--temperature needs --sample-every or --eval-data"),
+    ("--eval-samples 2", r"--eval-samples needs --eval-data"),
     ("--resume latest", r"--resume latest .* pass --out"),
     ("--resume nowhere", r"nowhere: not a complete checkpoint"),
     ("--config missing.toml", r"--config missing\.toml: .*No such file"),

@@ -177,10 +177,10 @@ def test_a_run_with_a_custom_loss_is_evaluated_with_all_its_settings(ask, run, p
 
 def test_the_settings_of_a_run_are_used_and_flags_override_them(ask, run, problems, tmp_path):
     folder = run("--prompt-template <{prompt}> --system hi --max-new-tokens 3 --temperature 0.7 --seed 42 "
-                 "--steps 1")
+                 f"--steps 1 --eval-data {problems}")
     # as if trained with many ranks, adapters and a package that is missing here
     with open(folder / "config.toml", "a") as file:
-        file.write(f'\nshard = true\ntrack = "wandb"\nlora = 4\nlora_alpha = 8\neval_data = "{problems}"\n')
+        file.write('\nshard = true\ntrack = "wandb"\nlora = 4\nlora_alpha = 8\n')
     opened = []
     for spec, more in ((folder, ""), (folder / "final", "--prompt-template [{prompt}] --max-new-tokens 2")):
         ask(f"accuracy --model {spec} --limit 4 --samples 1 --out {len(opened)}.jsonl {more}")

@@ -377,6 +377,14 @@ def test_the_models_generation_settings_do_not_affect_samples_but_are_kept_in_th
     assert settings.items() <= json.loads((run.out / "final" / "generation_config.json").read_text()).items()
 
 
+def test_the_final_model_stops_where_it_was_trained_to(folder, rows, tmp_path):
+    run = train(folder("llama3"), rows, tmp_path / "out", "--steps 1")
+    written = json.loads((run.out / "final" / "generation_config.json").read_text())
+    ends = run.sampler.tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|end_of_text|>"])
+    assert written["eos_token_id"] == ends
+    assert run.config.dtype == "float32"  # which checkpoints store
+
+
 def test_a_pad_token_that_the_model_does_not_know_is_not_used(folder, rows, tmp_path):
     add_pad = lambda tokenizer: tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     model = with_tokenizer(folder("llama3"), tmp_path / "model", add_pad)
@@ -470,9 +478,9 @@ def test_a_model_whose_class_does_not_name_its_body_is_refused(tiny, monkeypatch
 
 def test_a_template_that_writes_the_date_writes_the_same_date_every_day(folder, tmp_path):
     today = ("{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-             "Today is {{ date_string }}, {{ strftime_now('%d %b') }}.")  # as Llama 3.2 and SmolLM3 write it
+             "Today is {{ date_string }}, {{ strftime_now('%Y-%m-%d') }}.")  # as Llama 3.2 and gpt-oss write it
     _, tokenizer, _ = with_template(folder, "qwen3", today + CHATML_TEMPLATE, tmp_path / "model")
-    assert tokenizer.decode(encoded_prompts(tokenizer, "a")[0]).startswith("Today is 26 Jul 2024, 26 Jul 2024.")
+    assert tokenizer.decode(encoded_prompts(tokenizer, "a")[0]).startswith("Today is 26 Jul 2024, 2024-07-26.")
 
 
 def test_dialogues_keep_their_speakers_without_a_chat_template(folder, capsys):
@@ -599,7 +607,7 @@ def test_auto_is_mixed_on_a_gpu_and_for_large_models_on_a_cpu_with_bf16(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
     model = SimpleNamespace(num_parameters=lambda: parameters)
-    assert humanline.is_mixed(model, Config()) == mixed
+    assert humanline.choose_dtype(model, Config()) == ("mixed" if mixed else "float32")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -199,6 +199,7 @@ def test_resume_starts_from_scratch_without_a_checkpoint_and_skips_a_damaged_one
 
 
 @pytest.mark.parametrize("flags, expected", [
+    ("--dtype mixed", "the run has --dtype float32, not mixed"),
     ("--lr 0.5", "the run has --lr 0.01, not 0.5"), ("--sync-k 2", "the run has --sync-k 24, not 2"),
     ("--steps 3", "the run has --steps 4, not 3"), ("--steps 6", "the run has --steps 4, not 6"),
     ("--keep 1 --microbatch-tokens 99", None)])

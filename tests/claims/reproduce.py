@@ -440,7 +440,8 @@ have those of the decision ([page](real-checked.md))."""
 
 TAPER_RULE = f"""The taper stays if for at least one loss it is above the best published neighbour on two of the three
 tasks (the paired interval above 0), and nowhere more than {MARGIN} below it (the mean). The neighbour is the one that
-is best on the validation problems. The forms with prior and without taper stand beside it, and decide nothing."""
+is best on the validation problems. The forms with prior and without taper stand beside it, and decide nothing. On
+SmolLM2 the taper was not run."""
 
 PRIOR_RULE = f"""The prior stays if some cell of GRPO with taper is worse without it by more than {MARGIN}, with the
 whole interval."""
