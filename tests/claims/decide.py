@@ -248,12 +248,17 @@ def setting_table(task: str, compared: list[Compared]) -> str:
     outcomes = [outcome for one in compared for outcome in one.known.values()]
     machines = {f"{outcome['device']}, torch {outcome['torch']}" for outcome in outcomes}
     listed = lambda values: ", ".join(map(str, values))
+    bases: dict[str, set] = {}
+    for one, outcome in ((one, outcome) for one in compared for outcome in one.known.values()):
+        bases.setdefault(f"{one.loss.upper()}, {outcome['seed']}", set()).add(real.base_of(outcome))
+    redrawn = "; ".join(sorted(seed for seed, starts in bases.items() if len(starts) > 1))
     rates = listed(map(show_rate, real.RATES))
     ks = f"k {real.FIRST_K}, then {listed(real.OTHER_KS)}"
     settings = {
         "model": "SmolLM2-135M-Instruct",
         "prompts": listed(f"{split} {count}" for split, count in prompts.items()),
         "offline data": f"{real.SAMPLES} samples of the base for each training prompt and seed",
+        "drawn again, on another machine": redrawn or "for no seed",
         "steps": f"{real.STEPS}, one pass or less; measured every {real.EVERY}",
         "a step": "DPO {dpo} pairs, KTO {kto} examples, GRPO {grpo} groups".format(**real.BATCH_SIZE),
         "completion": f"at most {real.MAX_NEW_TOKENS} tokens",

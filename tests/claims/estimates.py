@@ -37,12 +37,12 @@ def compare(
         low, high = tests[0].confidence_interval()
     p, above, below = np.nan_to_num([found.pvalue for found in tests], nan=1.0).tolist()
     return dict(
-        mean=float(np.mean(ours - theirs)),
+        mean=float(np.mean(ours - theirs) if paired else np.mean(ours) - np.mean(theirs)),
         low=float(low),
         high=float(high),
         p=p,
         p_same=max(above, below),
-        seeds=len(ours),
+        seeds=min(len(ours), len(theirs)),
         paired=paired,
     )
 

@@ -314,15 +314,20 @@ RATIO_CLIP = (  # differences that show what of the sync's gain is the ratio cli
     ("sync alone", "plain"),
     (NO_CLIP, "plain"),
     (NO_CLIP, "sync alone"),
+    (NO_CLIP, HUMANLINE),
     (SYNCED_NO_CLIP, NO_CLIP),
 )
 
-def ratio_clip(tasks: list[Tuned]) -> str:
+def ratio_clip(tasks: list[Tuned], smollm2: list[first_real.Stored]) -> str:
     """GRPO with and without its ratio clip, after the last step and at the best measurement."""
     rows = []
     for tuned, (form, other) in itertools.product(tasks, RATIO_CLIP):
         cells = [show_difference(tuned.compare("grpo", form, other, at)) for at in (last, at_best)]
         rows.append([IN_FIGURES[tuned.name], f"{form} − {other}", *cells])
+    of_grpo = [cell for cell in smollm2 if cell.loss == "grpo"]
+    for cell, other in itertools.product(of_grpo, ("plain", HUMANLINE)):
+        difference = first_real.compare_runs(*map(cell.at_tuned, (NO_CLIP, other)))
+        rows.append([f"SmolLM2, {cell.task}", f"{NO_CLIP} − {other}", show_difference(difference), ""])
     return markdown("| task | difference | last step | best measurements |", rows)
 
 class SmolLM2:
@@ -780,7 +785,7 @@ class Everything:
         for task, compared in self.compared.items():
             texts[f"real-{task}.md"] = decide.page(task, compared, self.decisions[task])
         measures = measures_table(self.tasks, self.on_smollm2)
-        clip = ratio_clip(self.tasks)
+        clip = ratio_clip(self.tasks, self.cells)
         texts["verdicts.md"] = verdicts_page(measures, clip, self.verdicts, self.taper, self.prior)
         tables = dict(
             measures=measures,
