@@ -517,7 +517,7 @@ PUBLISHED = {  # forms of a published method by its name in the report; that whi
 }
 IN_REPORT = {name: (name,) for name in ("plain", NO_CLIP, HUMANLINE)} | PUBLISHED
 IN_REPORT |= {"humanline with our taper": (TAPERED,), "online": ("online",)}
-PARTS = {"grpo": RATIO_CLIP[1::2], "dpo": (), "kto": ()}  # and these, of every loss
+PARTS = {"grpo": (RATIO_CLIP[1], *RATIO_CLIP[3:]), "dpo": (), "kto": ()}  # and these, of every loss
 OF_ALL = ("sync alone", "plain"), ("clip alone", "plain"), (HUMANLINE, "sync alone")
 MEASURES = (  # what the report says of humanline: in words, the other form, and of which measurement
     ("humanline − plain", "plain", last),
