@@ -121,9 +121,9 @@ def test_a_config_says_what_it_is_and_runs_with_small_stand_ins(
     data = [rows[name.split(":")[0]] for name in config.data]
     flags = ["--model", stand_in, "--data", *data, "--reward", reward, "--out", str(tmp_path / "out"),
              *("--dtype float32 --steps 2 --batch-size 2 --group-size 2 --max-new-tokens 4 --max-length 1000 "
-               "--max-prompt-length 900 --save-every 0 --eval-prompts 2 --no-shard").split()]
+               "--max-prompt-length 900 --save-every 0 --no-shard").split()]
     if config.eval_data:
-        flags += ["--eval-data", rows[config.eval_data.split(":")[0]]]
+        flags += ["--eval-data", rows[config.eval_data.split(":")[0]], "--eval-prompts", "2"]
     humanline.train(humanline.parse_config(["--config", str(file), *flags]))
     lines = metrics(tmp_path / "out")
     assert [line["step"] for line in lines] == [1, 2]

@@ -34,9 +34,10 @@ def test_the_temperature_of_log_probs_is_that_of_sampling_or_1_for_the_datas_own
     assert Config(temperature=0.7).logits_temperature == 1
 
 
-def test_offline_the_temperature_has_no_effect(run):
+def test_offline_the_temperature_has_no_effect(run, tmp_path):
     """The data's completions were not drawn with it."""
-    assert same_weights(run("--steps 3"), run("--steps 3 --temperature 0.7"))
+    (tmp_path / "online.toml").write_text("temperature = 0.7\n")
+    assert same_weights(run("--steps 3"), run(f"--steps 3 --config {tmp_path / 'online.toml'}"))
 
 
 def test_dr_grpo_does_not_divide_by_the_deviation():
