@@ -53,8 +53,7 @@ class Settings:
     """Flags of every command that loads a model."""
 
     config: str | None = None
-    """A .toml file with settings of humanline.py, read instead of the run's config.toml. Default: the run's
-    config.toml."""
+    """A .toml file with settings of humanline.py, to read instead of the run's config.toml."""
     system: str | None = None  # System message for prompts that have none. Default: the run's.
     prompt_template: str | None = None
     """Text around each prompt, with {prompt} in its place. Default: the run's."""

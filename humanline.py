@@ -1478,8 +1478,8 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
     return encoded
 
 # What templates get for today's date, so that resuming on another day is exact.
-DATE = "26 Jul 2024"
 DATE_PARTS = {"%d": "26", "%m": "07", "%b": "Jul", "%B": "July", "%y": "24", "%Y": "2024"}
+DATE = " ".join(DATE_PARTS[code] for code in ("%d", "%b", "%Y"))
 
 # Templates for models without one: for plain texts, and for dialogues.
 PLAIN = ("{% for turn in messages %}{{ '\n\n' if not loop.first and turn.role != 'assistant' }}"

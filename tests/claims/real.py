@@ -388,7 +388,7 @@ def run_all(pool, flags: argparse.Namespace, loss: str, test_seeds: list[int], p
                 run.cancel()
 
 def base_of(outcome: dict) -> tuple[float, float]:
-    """Reward of the base on the validation prompts, and KL to itself, which is not quite 0: other samples have others."""
+    """Reward of the base on the validation prompts, and the estimate of its KL to itself: both depend on the samples."""
     return outcome["validation"][0], outcome["validation_kl"][0]
 
 def check_paired(known: Known, outcome: dict) -> None:
