@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
+os.environ["OMP_NUM_THREADS"] = "1"  # the tensors are so small that more threads would only wait
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "claims")]
 
@@ -23,7 +24,6 @@ import humanline
 from bases import character_tokenizer
 from humanline import Batch, Sequence
 
-torch.set_num_threads(1)  # the tensors are so small that more threads would only wait
 # Tests that run in the background would hand their ignored signals on to the runs that they stop.
 for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -182,7 +182,7 @@ def command(*flags: str, cwd: Path | None = None, **environment: str) -> subproc
     """Run python humanline.py FLAGS in a separate process."""
     line = [sys.executable, str(ROOT / "humanline.py"), *flags]
     return subprocess.run(line, capture_output=True, text=True, cwd=cwd,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=600)
+                          env={**os.environ, **environment}, timeout=600)
 
 
 def policy_of(tiny: str, **settings):

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -23,8 +24,7 @@ import humanline
 def start(*flags: str, before: Callable[[], object] | None = None) -> subprocess.Popen:
     """Start python humanline.py FLAGS in the background; `before` is called in its process first."""
     line = [sys.executable, str(ROOT / "humanline.py"), *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(line, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    return subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             preexec_fn=before)
 
 
@@ -114,11 +114,20 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path, program):
     assert done.returncode == -signal.SIGINT and done.stderr == ""
 
 
+@pytest.mark.parametrize("program", ["humanline.py", "eval.py"])
+def test_threads_that_wait_sleep(program):
+    environment = os.environ | dict(OMP_DISPLAY_ENV="VERBOSE")
+    environment.pop("OMP_WAIT_POLICY", None)  # humanline has set it in this process too
+    done = subprocess.run([sys.executable, str(ROOT / program), "--help"], env=environment, capture_output=True,
+                          text=True)
+    assert re.search(r"(GOMP_SPINCOUNT|KMP_BLOCKTIME) ?= ?'0'", done.stderr)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_command_exits_with_the_status_of_its_signal_and_says_how_to_resume(
         tiny, data_files, tmp_path, number):
     out = tmp_path / "my run"
-    flags = f"--model {tiny} --data {data_files['groups']} --steps 300 --batch-size 4".split()
+    flags = f"--model {tiny} --data {data_files['groups']} --steps 100 --batch-size 4".split()
     process = start(*flags, "--out", str(out))
     while not ((out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size):
         assert process.poll() is None

@@ -625,7 +625,6 @@ def test_every_architecture_trains_on_gsm8k_and_on_its_own_samples_of_it(
 
 LOGITS = """
 import sys, torch
-torch.set_num_threads(1)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 for path in sys.argv[1:]:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
