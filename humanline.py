@@ -77,8 +77,8 @@ from typing import Any, Callable, Iterable, Iterator, Literal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below prints no traceback
-# While torch's threads wait for each other they sleep: spinning, they made the demo ten times slower on a CPU
-# that other programs also used.
+# While torch's threads wait for each other they sleep. If they spin, the demo takes at least twice as long on a
+# CPU that other programs keep busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
