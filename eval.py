@@ -38,10 +38,11 @@ from typing import Annotated, Any, Callable, Iterable, Iterator, Literal
 if __name__ == "__main__":  # no traceback if Ctrl-C is pressed during the slow imports below
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import humanline  # before torch, as it sets how torch's threads wait
 import numpy as np
 import torch
 import tyro
+
+import humanline
 from humanline import Config, Group, Reward, Row, Sampler, UserError, encode_rows, read_rows, require
 
 # ---------- Arguments ---------------------------------------------------------------------------------------

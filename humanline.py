@@ -77,9 +77,6 @@ from typing import Any, Callable, Iterable, Iterator, Literal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below prints no traceback
-# While torch's threads wait for each other they sleep. If they spin, the demo takes at least twice as long on a
-# CPU that other programs keep busy.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.distributed as dist
@@ -1077,6 +1074,8 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             values.setdefault("date_string", DATE)
             tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
             policy = load_weights(config, device)
+        if policy.num_parameters() < 1_000_000:
+            torch.set_num_threads(1)  # several are no faster, and on a busy CPU much slower
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence "
                 "token, so completions cannot end; set eos_token in tokenizer_config.json")
         config.dtype = choose_dtype(policy, config)  # so that resuming on another machine is exact

@@ -621,6 +621,15 @@ def test_every_architecture_trains_on_gsm8k_and_on_its_own_samples_of_it(
         check_log_probs(load(str(out / "final"))[0], 1e-5)
 
 
+def test_a_tiny_model_uses_one_thread(folder):
+    try:
+        torch.set_num_threads(2)
+        load(folder("llama3"))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(1)
+
+
 # The final folder.
 
 LOGITS = """
