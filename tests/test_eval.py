@@ -65,13 +65,13 @@ def test_doctests():
 
 @pytest.mark.parametrize("samples, a, b", [(8, 0.2, 1.8), (1, 9.0, 1.0)])
 def test_the_interval_covers_the_truth_as_often_as_it_claims(samples, a, b):
-    """300 repeats of 100 problems with solve rates from Beta(a, b): most are never solved, or have one sample
+    """150 repeats of 100 problems with solve rates from Beta(a, b): most are never solved, or have one sample
     each."""
     chance, covered = np.random.default_rng(0), 0
-    for _ in range(300):
+    for _ in range(150):
         _, low, high = interval(chance.binomial(samples, chance.beta(a, b, 100)) / samples, 0.0, 1.0)
         covered += low <= a / (a + b) <= high
-    assert 278 <= covered <= 292
+    assert 137 <= covered <= 147
 
 
 def test_the_interval_is_sensible_if_few_problems_differ():

@@ -662,7 +662,7 @@ def test_the_final_folder_has_the_settings_of_the_run(folder, rows, tmp_path):
     assert (out / "final" / "config.toml").read_bytes() == (out / "config.toml").read_bytes()
 
 
-@pytest.mark.parametrize("flags", ["", "--checkpoint-activations", pytest.param(
+@pytest.mark.parametrize("flags", ["--checkpoint-activations", pytest.param(
     "--lora 4 --checkpoint-activations", marks=pytest.mark.needs("peft"))])
 def test_every_kind_of_pass_is_compiled(folder, monkeypatch, flags):
     torch.compiler.reset()
