@@ -2396,7 +2396,6 @@ def seed_for(*parts: int | str) -> int:
 def copy_full(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded."""
     from torch.distributed.tensor import DTensor, distribute_tensor
-
     if isinstance(target, DTensor):
         value = value.to(target.device)
         value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
@@ -2458,7 +2457,6 @@ def weights_and_moments(policy: Module, optimizer: torch.optim.Optimizer) -> dic
 def gather_whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies, gathered from all ranks, in the host memory of rank 0; the other ranks get none."""
     from torch.distributed.tensor import DTensor
-
     copies = {}
     for name, tensor in tensors.items():
         value = tensor.detach()
