@@ -451,10 +451,16 @@ SmolLM2 the taper was not run."""
 PRIOR_RULE = f"""The prior stays if some cell of GRPO with taper is worse without it by more than {MARGIN}, with the
 whole interval."""
 
-ABOUT_RATIO_CLIP = """Written down before these runs: if a sync helps GRPO by renewing its ratio clip, plain GRPO without
-the clip gains as much, and a sync adds nothing to it."""
+ABOUT_RATIO_CLIP = """Written down before the tuned runs of the small tasks without the clip (those of SmolLM2, and all of the
+sync alone, were known): if a sync helps GRPO by renewing its ratio clip, plain GRPO without the clip gains as
+much, and a sync adds nothing to it."""
 
-def verdicts_page(measures: str, clip: str, verdicts: list[dict], taper: dict, prior: dict) -> str:
+ABOUT_CORRECTED = """Of the differences after the last step, those whose 95% interval lies above or below 0; *corrected*: by
+Holm's method, for those of the row."""
+
+def verdicts_page(
+    measures: str, corrected: str, clip: str, verdicts: list[dict], taper: dict, prior: dict
+) -> str:
     columns = lambda cell, *names: [str(cell[name]) for name in names]
     near = lambda cell: [show_difference(cell), f"{cell['p_same']:.2g}"]
     rows = []
@@ -481,6 +487,8 @@ def verdicts_page(measures: str, clip: str, verdicts: list[dict], taper: dict, p
         "## All losses by the same measures",
         ABOUT_MEASURES,
         measures,
+        ABOUT_CORRECTED,
+        corrected,
         "## GRPO without its ratio clip",
         ABOUT_RATIO_CLIP,
         clip,
@@ -528,12 +536,40 @@ MEASURES = (  # what the report says of humanline: in words, the other form, and
 ON_SMOLLM2 = {last: "reward", greedy: "greedy"}  # its name of a measurement
 ON_TASKS = " | sums | sorting | long sums |"
 
+def of_each_task(
+    tasks: list[Tuned], smollm2: list["SmolLM2"], loss: str, other: str, at: Callable = last
+) -> dict[str, dict | None]:
+    """Humanline less another form, by task."""
+    found = {IN_FIGURES[tuned.name]: tuned.compare(loss, HUMANLINE, other, at) for tuned in tasks}
+    if at in ON_SMOLLM2:
+        found |= {one.task: one.compare(other, ON_SMOLLM2[at]) for one in smollm2 if one.loss == loss}
+    return found
+
+def corrected_table(tasks: list[Tuned], smollm2: list["SmolLM2"]) -> str:
+    """Which of humanline's differences lie above and below 0, before and after Holm's correction for their number."""
+    rows = []
+    for other, losses in ("plain", FORMS_OF), ("plain", ["grpo"]), ("online", FORMS_OF):
+        found = {
+            (loss, task): difference
+            for loss in losses
+            for task, difference in of_each_task(tasks, smollm2, loss, other).items()
+            if difference
+        }
+        adjusted = holm([difference["p"] for difference in found.values()])
+        row = [f"− {other}", f"{len(found)}, {' '.join(losses).upper()}"]
+        for sign, is_corrected in itertools.product((1, -1), (False, True)):
+            tasks_of = {}
+            for ((loss, task), difference), p in zip(found.items(), adjusted):
+                if sign * difference["mean"] > 0 and (p if is_corrected else difference["p"]) < 0.05:
+                    tasks_of.setdefault(loss.upper(), []).append(task)
+            row.append("; ".join(f"{loss} {', '.join(names)}" for loss, names in tasks_of.items()) or "none")
+        rows.append(row)
+    return markdown("| humanline | of | above 0 | corrected | below 0 | corrected |", rows)
+
 def measures_table(tasks: list[Tuned], smollm2: list["SmolLM2"]) -> str:
     rows = []
     for loss, (words, other, at) in itertools.product(FORMS_OF, MEASURES):
-        found = [tuned.compare(loss, HUMANLINE, other, at) for tuned in tasks]
-        if at in ON_SMOLLM2:
-            found += [one.compare(other, ON_SMOLLM2[at]) for one in smollm2 if one.loss == loss]
+        found = of_each_task(tasks, smollm2, loss, other, at).values()
         rows.append([f"{loss.upper()}, {words}", *map(show_difference, found)])
         rows[-1] += [""] * (6 - len(rows[-1]))
     return markdown("| difference" + ON_TASKS + " SmolLM2, sentiment | SmolLM2, checked |", rows)
@@ -786,7 +822,10 @@ class Everything:
             texts[f"real-{task}.md"] = decide.page(task, compared, self.decisions[task])
         measures = measures_table(self.tasks, self.on_smollm2)
         clip = ratio_clip(self.tasks, self.cells)
-        texts["verdicts.md"] = verdicts_page(measures, clip, self.verdicts, self.taper, self.prior)
+        corrected = corrected_table(self.tasks, self.on_smollm2)
+        texts["verdicts.md"] = verdicts_page(
+            measures, corrected, clip, self.verdicts, self.taper, self.prior
+        )
         tables = dict(
             measures=measures,
             parts=parts_table(self.tasks),
