@@ -60,6 +60,7 @@ class Settings:
     max_new_tokens: int | None = None
     """Maximum completion length in tokens. Default: the run's, or humanline.py's."""
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] | None = None  # Same as in humanline.py.
+    trust_remote_code: bool = False  # Run code that comes with a model or tokenizer. Default: the run's.
     seed: int = 0  # Random seed for sampling.
 
 @dataclass
@@ -367,6 +368,7 @@ def config_for(spec: str, flags: Settings, flag: str = "--model", fallback_run: 
     for name, value in overrides.items():
         if value is not None:
             args.append(f"{humanline.flag_of(name)}={value}")
+    args += ["--trust-remote-code"] * flags.trust_remote_code
     sampling = {name: getattr(flags, name, 1.0) for name in ("temperature", "top_p")}
     config = dataclasses.replace(humanline.parse_config(args), **sampling)
     config.limit = getattr(flags, "limit", None)  # a run's is for its training data
@@ -1241,16 +1243,17 @@ def fractions_passed(d: PerToken, config: Config) -> dict[str, list[np.ndarray]]
 def divergence(policy: np.ndarray, data: np.ndarray, gamma: float) -> tuple[float, float, float]:
     """perceived_divergence with its 95% interval over prompts, from (P, B) counts.
 
-    The interval is pivotal, from 2 KL minus quantiles of the resampled KL, because resampling biases the KL
-    upward just as sampling did.
+    Both are 2 KL minus the resampled KL, its mean and its quantiles, because resampling biases the KL upward just
+    as sampling did.
     """
-    estimate = float(perceived_divergence(policy.sum(0), data.sum(0), gamma))
+    raw = float(perceived_divergence(policy.sum(0), data.sum(0), gamma))
     resampled = [
         perceived_divergence(policy[index].sum(0), data[index].sum(0), gamma)
         for index in resamples(len(policy), 500)
     ]
     low, high = np.quantile(resampled, [0.025, 0.975])
-    return estimate, max(0.0, 2 * estimate - high), max(0.0, 2 * estimate - low)
+    estimate, low, high = (max(0.0, 2 * raw - value) for value in (np.mean(resampled), high, low))
+    return float(estimate), float(low), float(high)
 
 def picture_perception(
     policy: np.ndarray,

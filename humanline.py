@@ -102,7 +102,7 @@ class Config:
     loss: str = "grpo"  # The objective: grpo, dpo or kto.
     model: str | None = None  # A Hugging Face model or a folder. Without it and --data: the demo's.
     data: tuple[str, ...] = ()
-    """Training data, as NAME[:[CONFIG:]SPLIT]. NAME is a .jsonl, .json or .parquet file, a folder, or a data
+    """Training data: a .jsonl, .json or .parquet file, or NAME[:[CONFIG:]SPLIT], where NAME is a folder or a data
     set on the Hugging Face hub."""
     limit: int | None = None  # Read at most this many rows from each source of --data.
     eval_data: str | None = None  # Held-out rows to measure on; see --eval-every.
@@ -810,7 +810,8 @@ class Run:
         # Must be the same on resume.
         content = hashlib.sha256()
         for row in rows:
-            content.update(json.dumps(vars(row), default=str).encode())
+            text = json.dumps(vars(row), default=str)  # of images in unread columns, too
+            content.update(re.sub(" at 0x[0-9A-Fa-f]+", "", text).encode())
         self.fingerprint = content.hexdigest()
         files = [*Path(config.model).glob("*.safetensors")]
         for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
@@ -1050,7 +1051,10 @@ def explained(what: str, advice: str, **advice_by_word: str) -> Iterator[None]:
         text = str(error).strip() or type(error).__name__
         if isinstance(error, KeyError):
             text = f"no {text}"
-        reason = text.splitlines()[0].rstrip(" .")
+        reason = text.splitlines()[0].strip()
+        if reason.endswith(":"):  # it is on the next lines
+            reason = " ".join(text.split())[:300]
+        reason = reason.rstrip(" .")
         advice = next((advice_by_word[word] for word in advice_by_word if word in text), advice)
         raise UserError(f"{what}: {reason}; {advice}") from error
 
@@ -1058,14 +1062,19 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
     """Load the model and its tokenizer from the hub or a folder, ready for training. Dropout is off: it would
     turn the log-ratio of a policy with itself from 0 into noise."""
     from transformers import AutoTokenizer
-    name = config.model
+    name = tokenizer_name = config.model
+    require(not Path(name, "final").is_dir(), f"--model {name} is a run; pass {name}/final")
+    adapters = Path(name, "adapter_config.json")
+    if adapters.exists() and not Path(name, "tokenizer_config.json").exists():  # as peft alone saves them
+        tokenizer_name = json.loads(adapters.read_text())["base_model_name_or_path"]
     with ranks_in_turn() if config.shard else contextlib.nullcontext():
         with explained(
                 f"--model {name}", "pass a Hugging Face model or a folder; `hf download NAME --local-dir "
                 "FOLDER` downloads one; without a network set HF_HUB_OFFLINE=1",
                 trust_remote_code="pass --trust-remote-code to run it",
                 attn_implementation="choose another --attn", peft="pip install peft"):
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                tokenizer_name, trust_remote_code=config.trust_remote_code)
             require(tokenizer.chat_template or not config.template_values,
                     f"--template-values: {name} has no template")
             with explained("--template-values", "pass JSON, such as '{\"enable_thinking\": false}'"):
@@ -1258,7 +1267,7 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
     return list(rows.values())
 
 def read_table(spec: str, source: str) -> Iterable[dict]:
-    """The rows of NAME[:[CONFIG:]SPLIT]."""
+    """The rows of a file or of NAME[:[CONFIG:]SPLIT]."""
     kind = Path(spec).suffix.lower()
     if kind in (".jsonl", ".json"):  # `datasets` would parse some strings as numbers or dates
         return read_json(Path(spec), source)
@@ -1269,7 +1278,9 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
             "NAME --repo-type dataset --local-dir FOLDER` downloads one"):
         if kind == ".parquet":
             return datasets.Dataset.from_parquet(spec)
-        name, *parts = spec.split(":")
+        name, *parts = re.split(r":(?![^\[]*\])", spec)  # not at the colon of train[:50]
+        require(not Path(name).is_file(), f"{source}: {name} is a file; pass its name alone, and only .jsonl, "
+                ".json or .parquet")
         split = parts.pop() if parts else "train"
         return datasets.load_dataset(name, *parts, split=split)
 
@@ -1380,7 +1391,8 @@ def read_messages(value: Any, role: str, where: str) -> list[dict]:
         require(isinstance(turn["content"], str),
                 f"{where}: the content of a message is {turn['content']!r:.60}; it must be a string")
         messages.append(dict(role=turn["role"], content=turn["content"]))
-    require(messages[-1]["content"].strip(), f"{where}: the text of the {role} is empty; remove the row")
+    require(role == "assistant" or messages[-1]["content"].strip(),  # `split_answers` drops empty answers
+            f"{where}: the text of the user is empty; remove the row")
     return messages
 
 def split_answers(row: Row, dialogues: list[list[dict]]) -> bool:
@@ -2348,7 +2360,7 @@ def join_ranks() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not dist.is_initialized():
         # Each restart needs its own prefix: torchrun's store still holds the addresses of the old processes.
         store, this_rank, ranks = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)

@@ -236,6 +236,19 @@ def test_a_bad_flag_gives_a_one_line_error(tiny, data_files, tmp_path, capsys, m
     assert re.search(expected, complaint(start + flags.split(), tmp_path, capsys))
 
 
+def test_a_process_that_torchrun_did_not_start_is_alone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")  # as some job scripts do
+    monkeypatch.delenv("RANK", raising=False)
+    humanline.join_ranks()
+    assert humanline.WORLD_SIZE == 1
+
+
+def test_a_reason_of_several_lines_is_given_whole():
+    with pytest.raises(humanline.UserError, match="^x: wrong shapes: a has 3; fix it$"):
+        with humanline.explained("x", "fix it"):
+            raise ValueError("wrong shapes:\n\ta has 3.")
+
+
 @pytest.mark.parametrize("text, expected", BAD_CONFIGS, ids=[text.strip() for text, _ in BAD_CONFIGS])
 def test_a_bad_config_file_gives_a_one_line_error(tmp_path, capsys, text, expected):
     (tmp_path / "bad.toml").write_text(text)
@@ -255,7 +268,7 @@ def test_a_bad_row_gives_a_one_line_error_that_names_it(tiny, tmp_path, capsys, 
     ("rows.jsonl", b"[1, 2]\n", r"row 1 cannot be read"),
     ("rows.jsonl", b"\xff\xfe\xfa\n", r"row 1: not JSON"),
     ("rows.parquet", b"prompt,answer\n", r"rows\.parquet: "),
-    ("rows.txt", b"x", r"pass a \.jsonl, \.json or \.parquet file"),
+    ("rows.csv", b"x", r"rows\.csv is a file; pass its name alone, and only \.jsonl, \.json or \.parquet"),
 ])
 def test_a_file_whose_content_does_not_match_its_ending_gives_a_one_line_error(
         tiny, tmp_path, capsys, name, content, expected):

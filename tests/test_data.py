@@ -95,8 +95,9 @@ def test_a_folder_with_a_split_is_read_like_a_hub_name(tmp_path):
     write_jsonl(tmp_path / "test.jsonl", rows_of("pairs", 3))
     train = humanline.read_rows(str(tmp_path), Config(), "--data")
     test = humanline.read_rows(f"{tmp_path}:test", Config(), "--data")
-    assert len(train) == 5
-    assert len(test) == 3
+    part = humanline.read_rows(f"{tmp_path}:train[1:3]", Config(), "--data")
+    assert (len(train), len(test), len(part)) == (5, 3, 2)
+    assert [row.prompt for row in part] == [row.prompt for row in train[1:3]]
 
 
 # Rows of exactly the published schemas: as `read_row` gets them, and from a file as on the hub.
@@ -173,10 +174,12 @@ def test_hh_rlhf_rows_that_differ_before_the_last_turn_or_end_without_an_answer_
         dict(good, rejected=start),
         dict(good, chosen=f"{start} Old.\n\nHuman: So?"),
     ]
+    hello = [user("Hi there"), assistant("Hello!")]
+    rows.append(dict(chosen=hello, rejected=[user("Hi there"), assistant(" ")]))
     path = write_jsonl(tmp_path / "hh.jsonl", rows)
     [row] = humanline.read_rows(path, Config(), "--data")
     assert row.prompt[-1] == user("How old\nare you?")
-    assert "dropped 3 rows whose dialogues differ before" in capsys.readouterr().err
+    assert "dropped 4 rows whose dialogues differ before" in capsys.readouterr().err
 
 
 def test_a_text_is_a_transcript_only_if_it_begins_with_a_turn():

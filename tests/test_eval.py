@@ -18,7 +18,7 @@ from conftest import encode_prompt, ROOT, metrics, rows_of, write_jsonl
 
 import eval as evaluation
 import humanline
-from eval import capacity, interval, length_controlled, pass_at_k, perceived_divergence
+from eval import capacity, divergence, interval, length_controlled, pass_at_k, perceived_divergence
 
 
 @pytest.fixture
@@ -100,15 +100,23 @@ def test_length_control_removes_the_advantage_of_length_and_nothing_else():
     assert np.allclose(length_controlled(both, np.stack([delta] * 2)).sum(), 1)
 
 
+def test_the_divergence_of_a_policy_from_its_own_samples_lies_in_its_interval():
+    chance = np.random.default_rng(0)
+    for _ in range(20):
+        first, second = chance.multinomial(8, np.full(20, 1 / 20), (2, 100))
+        estimate, low, high = divergence(first, second, 1.0)
+        assert 0 <= low <= estimate <= high < 0.1
+
+
 def test_the_divergence_is_zero_for_data_from_the_perceived_model_and_bounds_the_error():
     chance, policy = np.random.default_rng(0), np.full(20, 1e6)
     omega = np.diff(capacity(np.arange(21) / 20, 0.61))
     assert perceived_divergence(policy, 1e8 * omega, 0.61) < 1e-6
     for _ in range(100):
         q, v = chance.dirichlet(np.ones(20)), chance.uniform(-1, 1, 20)
-        divergence = perceived_divergence(policy, 1e12 * q, 0.61)
-        assert math.isclose(divergence, (omega * np.log(omega / q)).sum(), rel_tol=1e-4)
-        assert abs(v @ (omega - q)) <= abs(v).max() * math.sqrt(2 * divergence) + 1e-6  # Proposition 3.4
+        found = perceived_divergence(policy, 1e12 * q, 0.61)
+        assert math.isclose(found, (omega * np.log(omega / q)).sum(), rel_tol=1e-4)
+        assert abs(v @ (omega - q)) <= abs(v).max() * math.sqrt(2 * found) + 1e-6  # Proposition 3.4
 
 
 # accuracy.

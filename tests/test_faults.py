@@ -144,6 +144,15 @@ def test_nohup_keeps_a_run_from_stopping_when_its_terminal_closes(tiny, data_fil
     assert process.returncode == 0 and "SIGHUP" not in error
 
 
+def test_a_run_whose_data_have_images_can_be_resumed(run, data_files, tmp_path, monkeypatch):
+    read_json = humanline.read_json
+    with_image = lambda *file: (row | dict(image=object()) for row in read_json(*file))
+    monkeypatch.setattr(humanline, "read_json", with_image)
+    whole = run("--save-every 3")
+    resumed = run(f"--resume {whole}/checkpoint/step-00000003")
+    assert [line["step"] for line in metrics(resumed)] == [4, 5, 6] and same_weights(resumed, whole)
+
+
 def test_a_damaged_checkpoint_is_always_noticed_and_the_one_before_is_used(run, tmp_path, capsys):
     folder = run("--sample-every 3 --sync-k 2 --steps 3 --save-every 1 --keep 3") / "checkpoint"
     chance, newest, before = random.Random(0), folder / "step-00000003", folder / "step-00000002"

@@ -143,6 +143,9 @@ def test_a_peft_folder_is_merged_on_load_and_can_be_evaluated(run, tmp_path, dat
     for name in (str(first), str(first / "final")):
         flags = ["show", "--model", name, "--data", data_files["prompts"], "--prompts", "2"]
         assert evaluation.main(flags) == 0
+    for path in (first / "final").glob("*token*"):
+        path.unlink()
+    assert load(str(first / "final"))[1].get_vocab() == load(tiny)[1].get_vocab()  # of the base
     start = f"--model {first}/final --data {data_files['groups']} --lora 4 --out {tmp_path}/o".split()
     assert "already has adapters; merge them before using --lora" in complaint(start, tmp_path, capsys)
 

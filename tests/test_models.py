@@ -22,6 +22,7 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, CohereConfig, Fal
                           LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaTokenizer, MistralConfig, OPTConfig,
                           PhiConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, Qwen3Config)
 
+import eval as evaluation
 import humanline
 from humanline import Config, Sequence
 
@@ -530,6 +531,13 @@ def test_code_that_comes_with_a_model_runs_only_on_request(folder, tmp_path, cap
     assert "--trust-remote-code" in line and str(mine) in line and not (tmp_path / "ran").exists()
     policy, _, _ = load(str(mine), trust_remote_code=True)
     assert type(policy).__name__ == "MineForCausalLM" and (tmp_path / "ran").exists()
+    flags = evaluation.Chat(model=(str(mine),), trust_remote_code=True)
+    assert evaluation.config_for(str(mine), flags).trust_remote_code
+
+
+def test_a_run_in_place_of_a_model_is_refused(tmp_path, capsys):
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    assert f"is a run; pass {tmp_path}/run/final" in refusal(str(tmp_path / "run"), tmp_path, capsys)
 
 
 def test_a_tokenizer_without_eos_is_refused(folder, tmp_path, capsys):
