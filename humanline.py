@@ -102,8 +102,8 @@ class Config:
     loss: str = "grpo"  # The objective: grpo, dpo or kto.
     model: str | None = None  # A Hugging Face model or a folder. Without it and --data: the demo's.
     data: tuple[str, ...] = ()
-    """Training data: a .jsonl, .json or .parquet file, or NAME[:[CONFIG:]SPLIT], where NAME is a folder or a data
-    set on the Hugging Face hub."""
+    """Training data: a .jsonl, .json or .parquet file, or NAME[:[CONFIG:]SPLIT], where NAME is a folder or
+    a data set on the Hugging Face hub."""
     limit: int | None = None  # Read at most this many rows from each source of --data.
     eval_data: str | None = None  # Held-out rows to measure on; see --eval-every.
     reward: str = "exact"
@@ -223,7 +223,8 @@ class Config:
         default = {field.name: field.default for field in dataclasses.fields(self)}
         # What differs from its default.
         self.given = {name: value for name, value in vars(self).items() if value != default[name]}
-        require(self.loss in LOSSES, f"--loss {self.loss}: choose one of {', '.join(sorted(LOSSES))}")
+        require(self.loss in LOSSES, f"--loss {self.loss}: choose one of {', '.join(sorted(LOSSES))}, or run "
+                "the script of your own loss")
         loss = LOSSES[self.loss]
         self.chosen_alone = self.positive_only and loss.unit == "pair"
         needs_reference = loss.needs_reference and not self.chosen_alone
@@ -649,7 +650,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
 @torch.no_grad()
 def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> None:
     """Add the metrics of a microbatch to the totals of the step: for each a sum and a count. To add a metric,
-    add a line: its name, its values and their mask, both (N, T) or (N,)."""
+    add a line: its name, its values and their mask, both (N, T) or (N,). Idle sequences are not in x."""
     x.metrics |= {
         "logp": (x.logps, x.mask),
         "logp_wanted": (x.logps, x.mask & x.is_chosen[:, None]),
@@ -688,7 +689,8 @@ def take_log_ratios(x: Microbatch, config: Config) -> None:
 
 def perceive(log_ratio: Tensor, x: Microbatch, config: Config) -> tuple[Tensor, Tensor, Tensor]:
     """Apply perception to (N, T) log-ratios. Returns d̃ and two boolean tensors of the same shape, where the
-    gradient stops because the log-ratio is too low and too high."""
+    gradient stops because the log-ratio is too low and too high. To try another perception, change this
+    function: the booleans are logged."""
     if config.perception == "clip":
         low = config.log_eps_p
         high = config.log_eps_r
@@ -801,7 +803,7 @@ class Run:
 
     def check_ranks(self, rows: list["Row"]) -> None:
         """Read --eval-data, and check that all ranks have the same rows and settings."""
-        config = self.config
+        config, self.rows = self.config, rows
         held_out = read_rows(config.eval_data, config, "--eval-data") if config.eval_data else []
         self.eval_rows = held_out[: config.eval_prompts]
         seen = {str(row.prompt) for row in rows} & {str(row.prompt) for row in self.eval_rows}
@@ -2004,7 +2006,7 @@ class FunctionProcess:
                     spec.loader.exec_module(sys.modules["users_file"])
                 function = getattr(sys.modules["users_file"], name)
                 values = function(*arguments, **settings) if arguments else []
-                if not isinstance(values, list):
+                if not isinstance(values, (list, tuple)):
                     values = values.tolist()  # an array or a tensor
                 return [value.item() if hasattr(value, "item") else value for value in values], ""
             except BaseException as error:  # also sys.exit()
@@ -2041,7 +2043,9 @@ class Reference:
     the policy once for all batches of the same rollouts.
 
     lookahead=False keeps the weights always, and swaps them in before each step. This works for any rule by
-    which the reference follows the policy: write another `sync`, and call it when you like."""
+    which the reference follows the policy, such as an average: write another `sync`. `train` calls that of
+    humanline.Reference every --sync-k steps, your own loop when you like. The weights kept have the policy's
+    dtype; in bf16 an average would lose its small steps."""
 
     def __init__(self, policy: Module, batches: Batches, config: Config, lookahead: bool = True):
         self.policy, self.batches, self.config, self.lookahead = policy, batches, config, lookahead
@@ -2260,9 +2264,10 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap:
     elsewhere.
 
     The output head is applied only where there is a label, to at most `chunk` positions at a time, so memory
-    grows with chunk x vocabulary and not with the batch. Logits are products in the dtype of the weight, with
-    autocast in bf16; the softmax is in float32 (in float64 for float64 input). The gradient of the weight is
-    summed over chunks in the weight's dtype. To use it elsewhere, copy `TokenLogps` as well.
+    grows with chunk x vocabulary and not with the batch; the backward pass can run once. Logits are products
+    in the dtype of the weight, with autocast in bf16; the softmax is in float32 (in float64 for float64
+    input). The gradient of the weight is summed over chunks in the weight's dtype. To use it elsewhere, copy
+    `TokenLogps` as well.
 
     Args:
         hidden: (N, T, D) final hidden states; hidden[:, t] predicts labels[:, t].

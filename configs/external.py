@@ -5,10 +5,11 @@
 
 `--sampler FILE.py:NAME` calls NAME(run) once on every rank, with the trainer's Run. It returns a function
 that is called as draw(prompts, count, step, greedy) whenever rollouts are needed, and returns `count`
-completions per prompt, in the order of the prompts. A completion is a list of token ids, up to and including
-the stop token, and a list of their log-probs. Here, the first rank requests completions from a separate
-process, which reads the weights from a folder. Copy this file to add another sampler. Two environment
-variables configure it:
+completions per prompt, in the order of the prompts, on every rank. A prompt is a humanline.Group: `prompt`
+has its token ids, and `row` is an index into run.rows, or into run.eval_rows where step >=
+humanline.EVALUATION. A completion is a list of token ids, up to and including the stop token, and a list of
+their log-probs. Here, the first rank requests completions from a separate process, which reads the weights
+from a folder. Copy this file to add another sampler. Two environment variables configure it:
 
   HUMANLINE_SAMPLER_COMMAND    the command that starts the process's Python, for example
                                env CUDA_VISIBLE_DEVICES=6,7 vllm/bin/python. Default: this Python

@@ -236,7 +236,7 @@ def array(prompts, completions, rows):
     return numpy.array([len(text) for text in completions]) / 2
 
 def items(prompts, completions, rows):
-    return [numpy.float32(1.5), numpy.array(True), 2]
+    return numpy.float32(1.5), numpy.array(True), 2  # a tuple
 
 def unchanged(prompts, completions, rows):
     return [float(repr(row["answer"]) == row["written"]) for row in rows]
