@@ -330,6 +330,18 @@ def ratio_clip(tasks: list[Tuned], smollm2: list[first_real.Stored]) -> str:
         rows.append([f"SmolLM2, {cell.task}", f"{NO_CLIP} − {other}", show_difference(difference), ""])
     return markdown("| task | difference | last step | best measurements |", rows)
 
+def stopped_table(tasks: list[Tuned]) -> str:
+    """Tokens that GRPO's own clip stops on the first tuning base, at the rate that tuning chose for humanline."""
+    rows = []
+    for tuned in tasks:
+        chosen = tuned.forms["grpo", HUMANLINE]
+        for form, k in ("plain", 0), (HUMANLINE, chosen.k):
+            run = tuned.known[Run(tuned.name, "grpo", form, chosen.lr, k, tuned.tuning[0])]
+            shares = np.add(run["clip_fraction_low"], run["clip_fraction_high"])
+            settings = show_settings(chosen.lr, k)
+            rows.append([IN_FIGURES[tuned.name], form, settings, ", ".join(f"{100 * share:.1f}" for share in shares)])
+    return markdown("| task | form | lr, k | % of tokens stopped, from measurement to measurement |", rows)
+
 class SmolLM2:
     """Humanline on a task of SmolLM2: the runs that decide the claim, where they are there, or else the first ones."""
 
@@ -457,6 +469,8 @@ much, and a sync adds nothing to it."""
 
 ABOUT_CORRECTED = """Of the differences after the last step, those whose 95% interval lies above or below 0; *corrected*: by
 Holm's method, for those of the row."""
+
+ABOUT_STOPPED = """What GRPO's clip stops on the first tuning base, as means between measurements."""
 
 def verdicts_page(
     measures: str, corrected: str, clip: str, verdicts: list[dict], taper: dict, prior: dict
@@ -821,7 +835,7 @@ class Everything:
         for task, compared in self.compared.items():
             texts[f"real-{task}.md"] = decide.page(task, compared, self.decisions[task])
         measures = measures_table(self.tasks, self.on_smollm2)
-        clip = ratio_clip(self.tasks, self.cells)
+        clip = f"{ratio_clip(self.tasks, self.cells)}\n\n{ABOUT_STOPPED}\n\n{stopped_table(self.tasks)}"
         corrected = corrected_table(self.tasks, self.on_smollm2)
         texts["verdicts.md"] = verdicts_page(
             measures, corrected, clip, self.verdicts, self.taper, self.prior
