@@ -151,18 +151,20 @@ def pretend_real(run: real.Run) -> dict:
                 drawing=0, test=measured, best=measured, samples=[sample] * 3)
 
 
-def test_tuning_is_complete_before_the_test_begins_and_goes_one_rate_further_at_the_edge():
+def test_a_form_is_tested_when_its_tuning_is_complete_one_rate_further_at_the_edge():
     known, waves, seeds = {}, [], list(real.TEST_SEEDS["dpo"])
     while wave := real.plan("checked", "dpo", known, seeds):
         waves.append(wave)
         known |= {run: pretend_real(run) for run in wave}
-    assert [len(wave) for wave in waves] == [18, 4, 4, 24]
-    assert {(run.form, run.lr, run.k) for run in waves[1]} == {("plain", 5e-6, 0), (HUMANLINE, 5e-6, 4)}
-    assert {(run.form, run.lr, run.k) for run in waves[2]} == {(HUMANLINE, 1e-5, 1), (HUMANLINE, 1e-5, 16)}
-    assert {(run.form, run.lr, run.k) for run in waves[3]} == {
-        ("plain", 5e-6, 0), (HUMANLINE, 1e-5, 1), ("online", 2e-5, 0)}
-    assert not any(run.is_test for wave in waves[:3] for run in wave)
-    assert [run.seed for run in waves[3]] == sorted(run.seed for run in waves[3])
+    assert not any(run.is_test for run in waves[0])
+    assert [len(wave) for wave in waves] == [18, 4 + 8, 2 + 2 + 8, 8]
+    settings = [{(run.form, run.lr, run.k) for run in wave if not run.is_test} for wave in waves]
+    assert settings[1] == {("plain", 5e-6, 0), (HUMANLINE, 5e-6, 4)}
+    assert settings[2] == {(HUMANLINE, 1e-5, 1), (HUMANLINE, 1e-5, 16)}
+    tests = [{(run.form, run.lr, run.k) for run in wave if run.is_test} for wave in waves]
+    assert tests == [set(), {("online", 2e-5, 0)}, {("plain", 5e-6, 0)}, {(HUMANLINE, 1e-5, 1)}]
+    for wave in waves:
+        assert [run.seed for run in wave] == sorted(run.seed for run in wave)
     assert len(real.plan("checked", "dpo", known, [*seeds, *real.MORE_SEEDS])) == 24
 
 

@@ -227,7 +227,7 @@ def page(task: str, compared: list[Compared], decisions: dict[str, dict]) -> str
     if incomplete:
         text.append(
             f"**Incomplete.** Runs are missing of {' and '.join(incomplete)}. "
-            "No form is tested before all forms of its loss are tuned."
+            "No form is tested before its tuning is complete."
         )
     waiting = shown(itertools.chain(*(one.waiting for one in compared)))
     if waiting:

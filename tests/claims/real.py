@@ -118,17 +118,17 @@ class Run(experiments.Run):
 
 Known = dict[Run, dict]  # the stored runs and what they measured
 def plan(task: str, loss: str, known: Known, test_seeds: list[int]) -> list[Run]:
-    """The runs that the rule asks for next: tuning until it is complete for all forms, then the test. None when all is
-    done."""
-    tuning = [run for form in FORMS[loss] for run in plan_tuning(task, loss, form, known)]
-    if tuning:
-        return tuning
+    """The runs that the rule asks for next, seed by seed: the tuning of each form or, once that is complete, its test.
+    None when all is done."""
     missing = []
-    for seed, form in itertools.product(test_seeds, FORMS[loss]):
-        run = Run(task, loss, form, *ranked(task, loss, form, known)[0], seed)
-        if run not in known:
-            missing.append(run)
-    return missing
+    for form in FORMS[loss]:
+        tuning = plan_tuning(task, loss, form, known)
+        if not tuning:
+            setting = ranked(task, loss, form, known)[0]
+            tests = [Run(task, loss, form, *setting, seed) for seed in test_seeds]
+            missing += [run for run in tests if run not in known]
+        missing += tuning
+    return sorted(missing, key=lambda run: run.seed)
 
 def plan_tuning(task: str, loss: str, form: str, known: Known) -> list[Run]:
     """The tuning runs of one form that the rule asks for next; none when its setting is chosen."""
