@@ -1421,7 +1421,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"eval.py: error: {error}", file=sys.stderr)
         return 2
     except (OSError, MemoryError, torch.OutOfMemoryError) as error:
-        print(f"eval.py: stopped: {(str(error) or 'out of memory').splitlines()[0]:.200}", file=sys.stderr)
+        text = (str(error) or "out of memory").splitlines()[0]
+        advice = "" if isinstance(error, OSError) else "; try --dtype bfloat16"
+        print(f"eval.py: stopped: {text:.200}{advice}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("eval.py: stopped", file=sys.stderr)

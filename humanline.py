@@ -1108,7 +1108,9 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             shard(policy, layers, device, config)
         policy.to(device)
     policy.train()
-    check_output_head(policy, config)
+    advice = "install a C++ compiler and the headers of Python, or pass --no-compile"
+    with explained("torch.compile", advice) if config.compile else contextlib.nullcontext():
+        check_output_head(policy, config)
     # All ranks must cut batches alike.
     config.shares_prompts = all(gather_from_ranks(can_share_prompts(policy, config)))
     return policy, tokenizer
@@ -1217,11 +1219,12 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
     return False
 
 def choose_dtype(policy: Module, config: Config) -> str:
-    """--dtype; for `auto`, mixed on a GPU, and for large models on a CPU with bf16 instructions."""
+    """--dtype; for `auto`, mixed on a GPU, and for large models on a CPU, if it has bf16 instructions."""
     if config.dtype != "auto":
         return config.dtype
     is_large = policy.num_parameters() >= 20_000_000
-    has_bf16 = torch.cuda.is_available() or (is_large and torch.cpu._is_avx512_bf16_supported())
+    has_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False)
+                or (is_large and torch.cpu._is_avx512_bf16_supported()))
     return "mixed" if has_bf16 else "float32"
 
 # ---------- Data --------------------------------------------------------------------------------------------
@@ -1797,7 +1800,7 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
         with (torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed),
               torch.compiler.set_stance("force_eager")):
             cache = prompt_cache(policy, ids, mask, config)
-            drawn = policy.generate(ids, attention_mask=mask, synced_gpus=config.shard, **cache,
+            drawn = policy.generate(ids, attention_mask=mask, **cache,
                                     generation_config=settings, logits_processor=processors)
     finally:
         policy.train(was_training)
@@ -1830,19 +1833,19 @@ def draw_tokens(scores: Tensor, generator: torch.Generator, cumulative: Tensor, 
 def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> dict[str, Any]:
     """Keys and values of all but the last token of (N, T) prompts, computed once for equal neighbours, as an
     argument of `generate`. Returns {} if no neighbours are equal, with FSDP, or if prompts cannot be shared.
-    If completions cannot be longer than the prompts, the cache is allocated at full length, in the dtype of
-    the matrix products: that costs less than a cache that grows with each token."""
+    The cache has the dtype of the matrix products. If completions cannot be longer than the prompts, it is
+    allocated at full length, which costs less than a cache that grows with each token."""
     from transformers import DynamicCache, StaticCache
     different, index = torch.cat([ids, mask], 1).unique_consecutive(dim=0, return_inverse=True)
     if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not config.shares_prompts:
         return {}
     dtype = torch.bfloat16 if torch.is_autocast_enabled(policy.device.type) else policy.dtype
-    cache = DynamicCache()
+    kind, size = DynamicCache, {}
     if config.max_new_tokens <= ids.shape[1]:
-        cast_update = lambda self, k, v, *more, **named: StaticCache.update(
-            self, k.to(dtype), v.to(dtype), *more, **named)
-        kind = type("FullLengthCache", (StaticCache,), {"update": cast_update})
-        cache = kind(config=policy.config, max_cache_len=ids.shape[1] + config.max_new_tokens)
+        kind, size = StaticCache, dict(max_cache_len=ids.shape[1] + config.max_new_tokens)
+    cast_update = lambda self, k, v, *more, **named: kind.update(
+        self, k.to(dtype), v.to(dtype), *more, **named)
+    cache = type("PromptCache", (kind,), {"update": cast_update})(config=policy.config, **size)
     ids, mask = different.tensor_split(2, 1)
     ids, mask = ids[:, :-1], mask[:, :-1]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -2604,12 +2607,18 @@ def final_weights(policy: Module, config: Config) -> dict[str, Tensor]:
 
 def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> None:
     """Write an ordinary Hugging Face folder, or with --lora a peft folder, and the settings of the run."""
+    from transformers import GenerationConfig
     weights = final_weights(policy, config)
     if RANK != 0:
         return
     try:
         with new_folder(path) as folder:
-            policy.generation_config.eos_token_id = find_stop_ids(policy, tokenizer)  # where it learned to stop
+            stops = find_stop_ids(policy, tokenizer)
+            policy.generation_config.eos_token_id = stops  # where it learned to stop
+            try:
+                policy.generation_config.validate(strict=True)
+            except ValueError:  # Llama 2's has a temperature but no do_sample, and could not be saved
+                policy.generation_config = GenerationConfig(eos_token_id=stops)
             policy.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
             (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")

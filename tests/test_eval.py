@@ -581,7 +581,7 @@ def test_a_lack_of_memory_gives_one_line(tiny, data_files, monkeypatch, capsys, 
 
     monkeypatch.setattr(humanline, "load_policy", fail)
     assert evaluation.main(["show", "--model", tiny, "--data", data_files["prompts"]]) == 1
-    assert re.fullmatch("eval.py: stopped: .*out of memory.?\n", capsys.readouterr().err)
+    assert re.fullmatch("eval.py: stopped: .*out of memory.?; try --dtype bfloat16\n", capsys.readouterr().err)
 
 
 # --track, in humanline.py.

@@ -378,6 +378,15 @@ def test_the_models_generation_settings_do_not_affect_samples_but_are_kept_in_th
     assert settings.items() <= json.loads((run.out / "final" / "generation_config.json").read_text()).items()
 
 
+def test_generation_settings_that_contradict_each_other_do_not_cost_the_final_model(folder, rows, tmp_path):
+    model = Path(copy_of(folder("llama3"), tmp_path / "model"))
+    settings = dict(temperature=0.9, top_p=0.6, do_sample=False)  # as Llama 2 and Vicuna were published
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    run = train(str(model), rows, tmp_path / "out", "--steps 1")
+    written = json.loads((run.out / "final" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == run.sampler.stop_ids and "temperature" not in written
+
+
 def test_the_final_model_stops_where_it_was_trained_to(folder, rows, tmp_path):
     run = train(folder("llama3"), rows, tmp_path / "out", "--steps 1")
     written = json.loads((run.out / "final" / "generation_config.json").read_text())

@@ -17,7 +17,7 @@ import torch
 from bases import character_tokenizer
 from conftest import ROOT, command, metrics, policy_of, same_weights, timeless
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import humanline
 from humanline import UserError
@@ -403,7 +403,7 @@ def test_completions_are_drawn_with_the_probabilities_that_are_reported(tiny, se
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16"])
-@pytest.mark.parametrize("longest, cache", [(2, "FullLengthCache"), (9, "DynamicCache")])  # than the prompts
+@pytest.mark.parametrize("longest, cache", [(2, StaticCache), (9, DynamicCache)])  # than the prompts
 def test_computing_a_prompt_once_changes_no_completion(tiny, monkeypatch, longest, cache, dtype):
     policy, _, config = policy_of(tiny, max_new_tokens=longest, temperature=0.001, dtype=dtype)
     caches, prompt_cache = [], humanline.prompt_cache
@@ -412,7 +412,8 @@ def test_computing_a_prompt_once_changes_no_completion(tiny, monkeypatch, longes
     together = humanline.sample(policy, PROMPTS, [3], config, 0)
     alone = [humanline.sample(policy, [prompt], [3], config, 0)[0] for prompt in PROMPTS]
     [made], *others = [list(argument.values()) for argument in caches]
-    assert type(made).__name__ == cache and others == [[]] * len(PROMPTS)
+    assert isinstance(made, cache) and others == [[]] * len(PROMPTS)
+    assert made.layers[0].keys.dtype == (torch.float32 if dtype == "float32" else torch.bfloat16)
     if dtype != "bfloat16":  # whose logits have ties, between which the draw is random
         assert [ids for ids, _ in together] == [ids for ids, _ in alone]
     config.temperature = 1.0

@@ -202,6 +202,18 @@ def test_an_illegal_access_is_not_reported_as_a_lack_of_memory_and_an_unnamed_la
     assert humanline.main([]) == 1 and "stopped: out of memory" in capsys.readouterr().err
 
 
+def test_a_failure_to_compile_names_the_flag_that_does_without(tiny, data_files, tmp_path, capsys, monkeypatch):
+    def no_compiler(*args):
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr("humanline.check_output_head", no_compiler)
+    with pytest.raises(RuntimeError, match="Failed to find C"):
+        humanline.main(short_run(tiny, data_files["prompts"], f"--no-compile --out {tmp_path}/out"))
+    assert humanline.main(short_run(tiny, data_files["prompts"], f"--compile --out {tmp_path}/out")) == 2
+    assert "torch.compile: Failed to find C compiler" in (said := capsys.readouterr().err)
+    assert said.strip().endswith("or pass --no-compile")
+
+
 # Ranks.
 
 def test_a_rank_that_fails_on_a_gpu_ends_at_once(monkeypatch):
