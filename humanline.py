@@ -14,6 +14,8 @@ With your own model and data (the README shows the rows), on one GPU, on eight, 
   torchrun --nproc_per_node 8 humanline.py --config runs/mine/config.toml --lr 5e-7
   python humanline.py --config runs/mine/config.toml --out runs/mine --resume latest
 
+On several nodes, --out must be a shared folder; if the ranks do not find each other, set GLOO_SOCKET_IFNAME.
+
 A *humanline variant* of a loss makes two changes: every k steps the reference is set to the current policy
 (**syncing**), and the token log-ratios are clipped before they reach the loss (**perception**). A run
 without them is called *plain*.
