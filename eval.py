@@ -360,18 +360,14 @@ def config_for(spec: str, flags: Settings, flag: str = "--model", fallback_run: 
         args += ["--config", flags.config]
     elif run:
         args += run_flags(run)
-    names = (
-        "seed system prompt_template max_new_tokens dtype max_prompt_length max_length reward reward_args "
-        "reward_seconds"
-    )
-    overrides = {name: getattr(flags, name, None) for name in names.split()}
-    for name, value in overrides.items():
-        if value is not None:
-            args.append(f"{humanline.flag_of(name)}={value}")
+    overrides = {field.name: getattr(flags, field.name, None) for field in dataclasses.fields(RowSettings)}
+    for name in overrides.keys() - {"config", "limit", "trust_remote_code"}:
+        if overrides[name] is not None:
+            args.append(f"{humanline.flag_of(name)}={overrides[name]}")
     args += ["--trust-remote-code"] * flags.trust_remote_code
     sampling = {name: getattr(flags, name, 1.0) for name in ("temperature", "top_p")}
     config = dataclasses.replace(humanline.parse_config(args), **sampling)
-    config.limit = getattr(flags, "limit", None)  # a run's is for its training data
+    config.limit = overrides["limit"]  # a run's is for its training data
     if overrides["reward"] and not overrides["reward_args"]:
         config.reward_args = None  # a run's are for its own reward
     return config
@@ -400,11 +396,10 @@ def configs_with_one_reward(flags: Accuracy | Show) -> list[Config]:
     )
     return configs
 
-def load(spec: str, config: Config, rewarded: bool = True) -> Sampler:
+def load(config: Config, rewarded: bool = True) -> Sampler:
     """Load a model into the trainer's sampler: policy, tokenizer and, if `rewarded`, the reward."""
-    reward = config.reward if rewarded else "exact"  # exact needs no loading
     config = dataclasses.replace(
-        config, lora=0, shard=False, compile=False, sample_every=1, group_size=8, reward=reward
+        config, lora=0, shard=False, compile=False, sample_every=int(rewarded), eval_data=None, group_size=8
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy, tokenizer = humanline.load_policy(config, device)
@@ -412,11 +407,7 @@ def load(spec: str, config: Config, rewarded: bool = True) -> Sampler:
         folder = Path(config.config).parent  # a run, or a copy of its final/
         template = (folder / "final" if (folder / "final").is_dir() else folder) / "chat_template.jinja"
         tokenizer.chat_template = template.read_text(encoding="utf-8") if template.exists() else None
-    sampler = Sampler(policy, tokenizer, config)
-    sampler.name = spec
-    if not rewarded:
-        sampler.reward = None
-    return sampler
+    return Sampler(policy, tokenizer, config)
 
 def unload(sampler: Sampler) -> None:
     """Free the memory of a model that is no longer needed, and of its reward, for other models and processes."""
@@ -618,7 +609,7 @@ def accuracy(flags: Accuracy) -> None:
     samples_of = defaultdict(list)  # by the model's index, sampled or greedy, and row
     for i, (name, config) in enumerate(zip(flags.model, configs)):  # only one model in memory at a time
         rows = read_rows(data, config, "--data")
-        sampler = load(name, config)
+        sampler = load(config)
         prompts = encode_rows(rows, sampler, online=True)
         groups_by_kind = dict(sampled=draw(sampler, prompts, rows, flags.samples, 2 * i))
         if flags.greedy:
@@ -699,7 +690,7 @@ def show_completions(flags: Show) -> None:
     prompts, completions = [], []  # one dict per model: a prompt's text and its completions, by row
     for stream, (name, config) in enumerate(zip(flags.model, configs)):  # only one model in memory at a time
         rows = read_rows(data, config, "--data")
-        sampler = load(name, config)
+        sampler = load(config)
         if (
             flags.reward is None
             and config.reward == Config.reward
@@ -750,7 +741,7 @@ class Speaker:
     def __init__(self, name: str, config: Config):
         from transformers import TextStreamer
         self.name = name
-        self.sampler = load(name, config, rewarded=False)
+        self.sampler = load(config, rewarded=False)
         self.dialogue: list[dict] = []  # messages
         self.answer_text = ""  # the current answer so far
         self.streamer = TextStreamer(self.sampler.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -895,7 +886,7 @@ def winrate(flags: Winrate) -> None:
         "model instead: --against MODEL",
     )
     judge = load_judge(flags.judge, config) if flags.judge else None
-    sampler = load(flags.model, config, rewarded=judge is None)
+    sampler = load(config, rewarded=judge is None)
     reward = sampler.reward
     sampler.check_columns(rows)
     sampler.reward = None  # both sides are rewarded together, below
@@ -911,7 +902,7 @@ def winrate(flags: Winrate) -> None:
     model_texts = completions_by_row(sampler, 0)
     unload(sampler)
     if against_model:  # another stream, so that comparing a model with itself is a meaningful check
-        other = load(flags.against, other_config, rewarded=False)
+        other = load(other_config, rewarded=False)
         other_texts = completions_by_row(other, 1)
         unload(other)
     else:
@@ -1069,7 +1060,7 @@ def data_quality(flags: DataQuality) -> None:
             any(row.completions for row in rows),
             f"--data {name}: these rows are prompts without completions; pass offline data",
         )
-    model = load(flags.model, config, rewarded=False)
+    model = load(config, rewarded=False)
 
     described = []
     for stream, (name, rows) in enumerate(rows_by_source.items()):
@@ -1157,8 +1148,8 @@ def perception(flags: Perception) -> None:
         all(row.completions for row in rows),
         f"--data {data}: some rows have no completions, and so no outcomes; pass offline data",
     )
-    policy = load(flags.model, config, rewarded=False)
-    ref = load(ref_name, ref_config, rewarded=False)
+    policy = load(config, rewarded=False)
+    ref = load(ref_config, rewarded=False)
     require(
         policy.tokenizer.get_vocab() == ref.tokenizer.get_vocab(),
         f"--ref {ref_name}: its vocabulary differs from that of {flags.model}, so there is no log-ratio "

@@ -222,15 +222,14 @@ class Config:
 
     def __post_init__(self):
         """Resolve defaults that depend on other settings, check all values, and derive what they imply."""
-        default = {field.name: field.default for field in dataclasses.fields(self)}
         # What differs from its default.
-        self.given = {name: value for name, value in vars(self).items() if value != default[name]}
+        self.given = {name: value for name, value in vars(self).items() if value != getattr(Config, name)}
         require(self.loss in LOSSES, f"--loss {self.loss}: choose one of {', '.join(sorted(LOSSES))}, or run "
                 "the script of your own loss")
         loss = LOSSES[self.loss]
         self.chosen_alone = self.positive_only and loss.unit == "pair"
-        needs_reference = loss.needs_reference and not self.chosen_alone
-        self.is_plain = not self.humanline or not needs_reference
+        has_log_ratio = loss.needs_reference and not self.chosen_alone  # to the reference or the old policy
+        self.is_plain = not self.humanline or not has_log_ratio
         if self.is_plain:
             self.sync_k = 0
             self.perception = "none"
@@ -241,11 +240,10 @@ class Config:
         self.out = self.out and os.path.expanduser(self.out)
         check_config(self)
         # Online without syncs, the policy is compared with the old policy; only the KL is to the reference.
-        self.ratio_to_old = needs_reference and self.sample_every > 0 and self.sync_k == 0
-        self.needs_reference = needs_reference and (not self.ratio_to_old or self.kl_beta > 0)
+        self.ratio_to_old = has_log_ratio and self.sample_every > 0 and self.sync_k == 0
+        self.needs_ref_logps = has_log_ratio and (not self.ratio_to_old or self.kl_beta > 0)
         # T in softmax(logits / T): the sampling temperature for rollouts, 1 for the completions in the data.
         self.logits_temperature = self.temperature if self.sample_every else 1.0
-        self.draws_outside = self.sample_every > 0 and self.sampler != "generate"
         # These two depend on the model; load_policy sets them.
         self.is_mixed = False  # whether trained weights are fp32 and matrix products bf16
         self.shares_prompts = False  # whether a row of the forward pass may hold several completions
@@ -625,7 +623,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
     active = [sequence for sequence in batch.sequences if not sequence.is_idle]
     for x in microbatches(policy, active, config):  # those of this rank
         x.step, x.z0 = batch.step, z0
-        with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
+        with autocast(policy, config):
             x.logps = log_probs(policy, x.packed, config.logits_temperature)
         take_log_ratios(x, config)
         if x.log_ratio is not None:
@@ -639,14 +637,11 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             add_metrics(totals, x, config)
 
     # Sum over all ranks. Every parameter needs a gradient, even if this rank had no microbatch.
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    for p in parameters:
+    for p in trained(policy).values():
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    if WORLD_SIZE > 1 and not config.shard:  # if sharded, the backward pass has done so
-        pending = [dist.all_reduce(p.grad, async_op=True) for p in parameters]
-        for reduction in pending:
-            reduction.wait()
+        if WORLD_SIZE > 1 and not config.shard:  # if sharded, the backward pass has done so
+            dist.all_reduce(p.grad)
     return step_metrics(batch, totals, total_loss, z0, config)
 
 @torch.no_grad()
@@ -672,7 +667,7 @@ def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> Non
         everywhere = torch.ones_like(x.is_chosen)
         x.metrics["importance"] = importance, everywhere
         x.metrics["importance_squared"] = importance**2, everywhere
-        if config.draws_outside:
+        if config.sample_every and config.sampler != "generate":
             x.metrics["sampler_gap"] = to_sampler.abs(), x.mask
     for name, (values, where) in x.metrics.items():
         total = (values * where).sum().double()
@@ -681,7 +676,7 @@ def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> Non
 
 def take_log_ratios(x: Microbatch, config: Config) -> None:
     """Fill in d and the log-ratio that perception works on, as far as the loss needs them."""
-    if config.needs_reference:
+    if config.needs_ref_logps:
         if x.ref_logps is None:
             raise ValueError("the sequences have no ref_logps; call Reference.sync and Reference.score first")
         x.d = x.log_ratio = x.logps - x.ref_logps
@@ -837,10 +832,6 @@ class Run:
         if self.eval_rows:
             self.eval_groups = encode_rows(self.eval_rows, sampler, True, "--eval-data")
         from_first_rank(lambda: lock(self.out, config, self.stack))
-        # A process that was still training in the folder may have written a newer checkpoint.
-        newest = max((self.out / "checkpoint").glob("step-*"), default=self.checkpoint)
-        self.checkpoint = from_first_rank(
-            lambda: self.checkpoint if newest == self.checkpoint else find_checkpoint(config, self.out))
         if config.sampler != "generate":
             path, _, name = config.sampler.rpartition(":")
             with explained(f"--sampler {config.sampler}", "see the docstring of configs/external.py"):
@@ -934,7 +925,7 @@ class Run:
     def finish(self) -> None:
         """Write the final model, unless a signal stopped the run."""
         if not self.stopped_at:
-            save_final(self.out / "final", self.policy, self.sampler.tokenizer, self.config)
+            save_final(self.out / "final", self.sampler)
         if WORLD_SIZE > 1:
             dist.barrier()  # no rank exits while another still writes
 
@@ -1188,7 +1179,7 @@ def check_output_head(policy: Module, config: Config) -> None:
     require(policy.base_model is not policy, f"{name}: its class does not name its body (base_model_prefix)")
     ids = torch.arange(8, device=policy.device)[None] % policy.config.get_text_config().vocab_size
     sequence = Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())
-    with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
+    with autocast(policy, config):
         ours = log_probs(policy, [[sequence]])
         logits = policy(input_ids=ids, use_cache=False).logits
     theirs = logits[:, :-1].float().log_softmax(-1)
@@ -1214,7 +1205,7 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
         Sequence([1, 2, 3, 4], [7, 6])
     ]
     with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):  # some reject such masks
-        with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
+        with autocast(policy, config):
             in_one_row = log_probs(policy, [pair])
             in_own_rows = log_probs(policy, [[sequence] for sequence in pair])
         return torch.allclose(in_one_row, in_own_rows, rtol=0.05, atol=0.05)
@@ -1799,8 +1790,7 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
     policy.generation_config = GenerationConfig()
     policy.eval()
     try:
-        with (torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed),
-              torch.compiler.set_stance("force_eager")):
+        with autocast(policy, config), torch.compiler.set_stance("force_eager"):
             cache = prompt_cache(policy, ids, mask, config)
             drawn = policy.generate(ids, attention_mask=mask, **cache,
                                     generation_config=settings, logits_processor=processors)
@@ -2062,7 +2052,7 @@ class Reference:
 
     def sync(self, step: int) -> None:
         """π_ref ← π_θ, before the update of this step."""
-        if not self.config.needs_reference:
+        if not self.config.needs_ref_logps:
             return
         self.until = step
         if self.lookahead:  # up to the next sync
@@ -2108,13 +2098,17 @@ def attach_logps(name: Literal["ref_logps", "old_logps"], policy: Module, batche
 
 # ---------- Log-probs and microbatches ----------------------------------------------------------------------
 
+def autocast(policy: Module, config: Config) -> torch.autocast:
+    """The precision of every pass of the policy: --dtype mixed multiplies matrices in bf16."""
+    return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed)
+
 @torch.no_grad()
 def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) -> list[Tensor]:
     """log π_θ(y_t | x, y_<t) of each completion, (len(completion),), on the CPU of every rank."""
     parts = {id(sequence): torch.zeros(len(sequence.completion), device=policy.device)
              for sequence in sequences}
     for x in microbatches(policy, sequences, config):
-        with torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed):
+        with autocast(policy, config):
             logps = log_probs(policy, x.packed, config.logits_temperature)
         if x.counts:
             for sequence, values in zip(itertools.chain(*x.packed), logps):
@@ -2537,15 +2531,6 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
             return path
         require(config.resume == "latest", f"{path}: {damage}")
         warn(f"{path}: {damage}; trying the previous one")
-    file = out / "config.toml"
-    if file.exists():  # the run starts afresh
-        with explained(f"--resume {config.resume}: {file}", "choose another folder"):
-            before = tomllib.loads(file.read_text(encoding="utf-8"))
-        now = tomllib.loads(to_toml(config))
-        for name in sorted((before | now).keys() - FREE_ON_RESUME):
-            require(before.get(name) == now.get(name),
-                    f"--resume {config.resume}: the run in {out} has another {flag_of(name)}; add --config "
-                    f"{file}, or choose another folder")
     return None
 
 # Settings that may change on resume: what is written, what affects the result by rounding alone, and what can
@@ -2607,22 +2592,22 @@ def final_weights(policy: Module, config: Config) -> dict[str, Tensor]:
         if name not in tied
     })
 
-def save_final(path: Path, policy: Module, tokenizer: Any, config: Config) -> None:
+def save_final(path: Path, sampler: Sampler) -> None:
     """Write an ordinary Hugging Face folder, or with --lora a peft folder, and the settings of the run."""
     from transformers import GenerationConfig
+    policy, config = sampler.policy, sampler.config
     weights = final_weights(policy, config)
     if RANK != 0:
         return
     try:
         with new_folder(path) as folder:
-            stops = find_stop_ids(policy, tokenizer)
-            policy.generation_config.eos_token_id = stops  # where it learned to stop
+            policy.generation_config.eos_token_id = sampler.stop_ids  # where it learned to stop
             try:
                 policy.generation_config.validate(strict=True)
             except ValueError:  # Llama 2's has a temperature but no do_sample, and could not be saved
-                policy.generation_config = GenerationConfig(eos_token_id=stops)
+                policy.generation_config = GenerationConfig(eos_token_id=sampler.stop_ids)
             policy.save_pretrained(folder, state_dict=weights)
-            tokenizer.save_pretrained(folder)
+            sampler.tokenizer.save_pretrained(folder)
             (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except Exception as error:  # safetensors has an exception of its own for a full disk
         text = f"could not write {path} ({error}); free some space, then pass --resume latest"
@@ -2694,21 +2679,20 @@ def parse_config(argv: list[str]) -> Config:
     elif loss in LOSSES and not {"--model", "--data", "--help", "-h"} & typed.keys():
         settings = demo_settings(loss)
     config = parse_flags(settings + argv)
-    of_humanline = "--(sync-k|perception|log-eps|gamma|beta-)" + "|--beta$" * config.chosen_alone
-    parts = [flag for flag in typed if re.match(of_humanline, flag)]
-    require(not config.is_plain or not parts, f"{' and '.join(parts)}: --no-humanline turns it off, as does "
-            "--positive-only with DPO or a loss without a reference; to use one part, turn off the other")
-    for flag in parts:
-        needed = "clip" if "eps" in flag else "sample" if re.search("gamma|beta", flag) else config.perception
-        require(config.perception == needed, f"{flag} needs --perception {needed}")
-    for flag, needed, is_read in (
+    reads_samples = config.sample_every or config.eval_data
+    for flags, needed, is_read in (
+            ("--sync-k --perception", "--humanline and a loss with a reference, which DPO with --positive-only "
+             "has not", not config.is_plain),
+            ("--log-eps-p --log-eps-r", "--humanline and --perception clip", config.perception == "clip"),
+            ("--gamma-p --gamma-r --beta-p --beta-r", "--humanline and --perception sample",
+             config.perception == "sample"),
+            ("--beta", "a reference, which DPO with --positive-only has not", not config.chosen_alone),
             ("--lora-alpha", "--lora", config.lora),
-            *((flag, "--sample-every or --eval-data", config.sample_every or config.eval_data)
-              for flag in ("--sampler", "--temperature", "--top-p")),
-            ("--eval-samples", "--eval-data", config.eval_data),
-            ("--eval-prompts", "--eval-data", config.eval_data),
+            ("--sampler --temperature --top-p", "--sample-every or --eval-data", reads_samples),
+            ("--eval-samples --eval-prompts", "--eval-data", config.eval_data),
             ("--reward-args", "--reward FILE.py:function", ":" in config.reward)):
-        require(flag not in typed or is_read, f"{flag} needs {needed}")
+        for flag in flags.split():
+            require(flag not in typed or is_read, f"{flag} needs {needed}")
     return config
 
 def does_read(loss: str, setting: str) -> bool:

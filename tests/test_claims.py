@@ -107,7 +107,7 @@ def test_a_run_is_measured_at_each_step_and_has_its_mechanism(tiny, tmp_path, mo
 
 def test_exact_pass_is_what_samples_tend_to(tiny):
     config = humanline.parse_config(["--model", tiny, "--max-new-tokens", "8"])
-    sampler = evaluation.load(tiny, config, rewarded=False)
+    sampler = evaluation.load(config, rewarded=False)
     rows = rows_of("prompts", 6)
     right, _ = experiments.score(sampler.policy, sampler, rows)
     for prompt, row, probability in zip(experiments.encode(sampler, rows), rows, right):  # a token at a time

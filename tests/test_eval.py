@@ -123,7 +123,7 @@ def test_the_divergence_is_zero_for_data_from_the_perceived_model_and_bounds_the
 
 def drawn_texts(model: str, rows: list[dict], samples: int, length: int) -> list[list[str]]:
     config = humanline.parse_config(["--model", model, "--max-new-tokens", str(length)])
-    sampler = evaluation.load(model, config, rewarded=False)
+    sampler = evaluation.load(config, rewarded=False)
     read = [humanline.read_row(fields, "", config) for fields in rows]
     groups = evaluation.draw(sampler, humanline.encode_rows(read, sampler, online=True), read, samples, 7)
     texts = [sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True) for group in groups]
@@ -339,7 +339,7 @@ def test_a_base_without_a_template_gets_that_of_the_run_beside_it(tiny, tmp_path
     for folder in tmp_path / "run", copy:
         flags = evaluation.Accuracy(model=(str(folder), str(bare)), data="x")
         for name, config in zip(flags.model, evaluation.configs_for(flags)):
-            assert evaluation.load(name, config).tokenizer.chat_template == humanline.TRANSCRIPT
+            assert evaluation.load(config).tokenizer.chat_template == humanline.TRANSCRIPT
 
 
 def test_two_commands_at_once_take_different_files_and_a_failed_one_leaves_none(tmp_path, monkeypatch):
@@ -394,7 +394,7 @@ def test_data_ranks_sources_by_likelihood_and_gives_advice(ask, tiny, two_source
 
 
 def test_a_model_is_measured_in_the_precision_in_which_it_was_trained(tiny, monkeypatch):
-    sampler, precise = evaluation.load(tiny, humanline.Config(model=tiny, dtype="mixed")), []
+    sampler, precise = evaluation.load(humanline.Config(model=tiny, dtype="mixed")), []
     log_probs = humanline.log_probs
 
     def note(*arguments):

@@ -41,7 +41,7 @@ def test_show_prints_completions_and_their_rewards(ask, tiny, prompts, varied):
                  f"--reward {varied}")
     config = humanline.parse_config(["--model", tiny, "--reward", varied, "--max-new-tokens", "6"])
     rows = humanline.read_rows(prompts, config, "--data")
-    sampler = evaluation.load(tiny, config)
+    sampler = evaluation.load(config)
     groups = humanline.encode_rows(rows, sampler, online=True)[:3]
     drawn = [evaluation.draw(sampler, groups, rows, 1, model) for model in (0, 1)]
     blocks = shown(output, 2)

@@ -191,7 +191,7 @@ def common_flags(task: str, model: str, home: Path) -> list[str]:
 @functools.cache
 def load_base(model: str, flags: tuple[str, ...]) -> humanline.Sampler:
     """The model before any training, to take the KL to; one for all runs of a worker."""
-    return evaluation.load(model, humanline.parse_config(list(flags)), rewarded=False)
+    return evaluation.load(humanline.parse_config(list(flags)), rewarded=False)
 
 def draw_base(task: str, model: str, home: Path, seed: int) -> Path:
     """The offline data of a seed: samples of the base for each training prompt, with reward, tokens and log-probs. They
@@ -201,7 +201,7 @@ def draw_base(task: str, model: str, home: Path, seed: int) -> Path:
         return path
     flags = [*common_flags(task, model, home), "--sample-every", "1", "--seed", str(seed)]
     config = humanline.parse_config(flags)
-    sampler = evaluation.load(model, config)
+    sampler = evaluation.load(config)
     rows = humanline.read_rows(str(home / f"{task}-train.jsonl"), config, "--data")
     prompts = humanline.encode_rows(rows, sampler, online=True)
     groups = evaluation.draw(sampler, prompts, rows, SAMPLES, seed)
