@@ -1216,8 +1216,9 @@ def choose_dtype(policy: Module, config: Config) -> str:
     if config.dtype != "auto":
         return config.dtype
     is_large = policy.num_parameters() >= 20_000_000
-    has_bf16 = (torch.cuda.is_bf16_supported(including_emulation=False)
-                or (is_large and torch.cpu._is_avx512_bf16_supported()))
+    has_bf16 = is_large and torch.cpu._is_avx512_bf16_supported()
+    if torch.cuda.is_available():
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return "mixed" if has_bf16 else "float32"
 
 # ---------- Data --------------------------------------------------------------------------------------------
@@ -2603,10 +2604,10 @@ def save_final(path: Path, sampler: Sampler) -> None:
         with new_folder(path) as folder:
             policy.generation_config.eos_token_id = sampler.stop_ids  # where it learned to stop
             try:
-                policy.generation_config.validate(strict=True)
-            except ValueError:  # Llama 2's has a temperature but no do_sample, and could not be saved
+                policy.save_pretrained(folder, state_dict=weights)
+            except ValueError:  # generation settings that contradict each other, such as Llama 2's
                 policy.generation_config = GenerationConfig(eos_token_id=sampler.stop_ids)
-            policy.save_pretrained(folder, state_dict=weights)
+                policy.save_pretrained(folder, state_dict=weights)
             sampler.tokenizer.save_pretrained(folder)
             (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except Exception as error:  # safetensors has an exception of its own for a full disk
@@ -2682,11 +2683,11 @@ def parse_config(argv: list[str]) -> Config:
     reads_samples = config.sample_every or config.eval_data
     for flags, needed, is_read in (
             ("--sync-k --perception", "--humanline and a loss with a reference, which DPO with --positive-only "
-             "has not", not config.is_plain),
+             "lacks", not config.is_plain),
             ("--log-eps-p --log-eps-r", "--humanline and --perception clip", config.perception == "clip"),
             ("--gamma-p --gamma-r --beta-p --beta-r", "--humanline and --perception sample",
              config.perception == "sample"),
-            ("--beta", "a reference, which DPO with --positive-only has not", not config.chosen_alone),
+            ("--beta", "a reference, which DPO with --positive-only lacks", not config.chosen_alone),
             ("--lora-alpha", "--lora", config.lora),
             ("--sampler --temperature --top-p", "--sample-every or --eval-data", reads_samples),
             ("--eval-samples --eval-prompts", "--eval-data", config.eval_data),
