@@ -832,6 +832,10 @@ class Run:
         if self.eval_rows:
             self.eval_groups = encode_rows(self.eval_rows, sampler, True, "--eval-data")
         from_first_rank(lambda: lock(self.out, config, self.stack))
+        # A process that is stopped writes its last checkpoint, perhaps while this one was loading the model.
+        newest = max((self.out / "checkpoint").glob("step-*"), default=self.checkpoint)
+        self.checkpoint = from_first_rank(
+            lambda: self.checkpoint if newest == self.checkpoint else find_checkpoint(config, self.out))
         if config.sampler != "generate":
             path, _, name = config.sampler.rpartition(":")
             with explained(f"--sampler {config.sampler}", "see the docstring of configs/external.py"):
@@ -2532,6 +2536,15 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
             return path
         require(config.resume == "latest", f"{path}: {damage}")
         warn(f"{path}: {damage}; trying the previous one")
+    file = out / "config.toml"
+    if file.exists():  # the run starts afresh
+        with explained(f"--resume {config.resume}: {file}", "choose another folder"):
+            before = tomllib.loads(file.read_text(encoding="utf-8"))
+        now = tomllib.loads(to_toml(config))
+        for name in sorted((before | now).keys() - FREE_ON_RESUME):
+            require(before.get(name) == now.get(name),
+                    f"--resume {config.resume}: the run in {out} has another {flag_of(name)}; add --config "
+                    f"{file}, or choose another folder")
     return None
 
 # Settings that may change on resume: what is written, what affects the result by rounding alone, and what can

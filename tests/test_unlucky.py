@@ -154,6 +154,24 @@ def test_a_checkpoint_of_another_run_does_not_replace_an_unfinished_one(tiny, da
     train(flags([str(fork), "--resume", "latest"]))
 
 
+def test_a_checkpoint_that_is_written_while_a_run_loads_is_resumed_from(tiny, data_files, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    flags = short_run(tiny, data_files["groups"], f"--save-every 1 --keep 9 --steps 4 --out {out}")
+    train(flags)
+    shutil.rmtree(out / "final")
+    newest, hidden = out / "checkpoint" / "step-00000004", tmp_path / "hidden"
+    newest.rename(hidden)
+    load, lines = humanline.load_policy, metrics(out)
+
+    def beside_another(*args):
+        hidden.rename(newest)
+        return load(*args)
+
+    monkeypatch.setattr(humanline, "load_policy", beside_another)
+    train([*flags, "--resume", "latest"])
+    assert newest.exists() and metrics(out) == lines  # nothing was trained again
+
+
 # Memory.
 
 @pytest.mark.parametrize("where", ["humanline.take_log_ratios", "torch.optim.AdamW.step",

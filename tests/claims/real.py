@@ -122,12 +122,11 @@ def plan(task: str, loss: str, known: Known, test_seeds: list[int]) -> list[Run]
     None when all is done."""
     missing = []
     for form in FORMS[loss]:
-        tuning = plan_tuning(task, loss, form, known)
-        if not tuning:
+        runs = plan_tuning(task, loss, form, known)
+        if not runs:
             setting = ranked(task, loss, form, known)[0]
-            tests = [Run(task, loss, form, *setting, seed) for seed in test_seeds]
-            missing += [run for run in tests if run not in known]
-        missing += tuning
+            runs = [Run(task, loss, form, *setting, seed) for seed in test_seeds]
+        missing += [run for run in runs if run not in known]
     return sorted(missing, key=lambda run: run.seed)
 
 def plan_tuning(task: str, loss: str, form: str, known: Known) -> list[Run]:
