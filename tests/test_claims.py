@@ -342,7 +342,7 @@ def test_the_page_grows_with_the_runs_and_reads_every_one(tmp_path, monkeypatch)
     assert reproduce.taper_cells_of_smollm2(compared[2]) == []  # not from a part of the seeds
     undecided = {loss: {"outcome": decide.NEEDS_MORE} for loss in decide.DECIDED}
     text = decide.page("checked", compared, undecided)
-    assert "Runs are missing of DPO (some 24) and KTO (some 24)." in text  # 3 forms, 8 seeds
+    assert "missing of DPO: *humanline*, *online*, *plain* (some 24); KTO: *humanline*, *online*, *plain* (some 24)." in text
     [more, *_] = real.plan("checked", "dpo", known, [*real.TEST_SEEDS["dpo"], *real.MORE_SEEDS])
     before = decide.Compared("checked", "dpo").facts()
     write_jsonl(tmp_path / "real-checked.jsonl", [vars(run) | pretend_real(run) for run in [*known, more]])
@@ -352,6 +352,12 @@ def test_the_page_grows_with_the_runs_and_reads_every_one(tmp_path, monkeypatch)
     extra = real.Run("checked", "dpo", "plain", 4e-5, 0, 1)  # a test seed at a setting that was not chosen
     write_jsonl(tmp_path / "real-checked.jsonl", [vars(run) | pretend_real(run) for run in [*known, extra]])
     assert len(unread_real(decide.read_tasks()["checked"])) == 1
+    begun = [run for run in known if run.form != "mask 0.1, synced" or run.lr == 1e-5]
+    write_jsonl(tmp_path / "real-checked.jsonl", [vars(run) | pretend_real(run) for run in begun])
+    compared = decide.read_tasks()["checked"]
+    assert row in reproduce.methods_table([], compared)  # the other forms are judged without it
+    text = decide.page("checked", compared, decide.decide_task(compared))
+    assert "missing of GRPO: *mask 0.1, synced* (some" in text and unread_real(compared) == []
 
 
 def unread_real(compared: list[decide.Compared]) -> list[dict]:

@@ -61,9 +61,9 @@ class Compared:
             self.waiting += map(runs.pop, later)
 
     def has_seeds(self, count: int) -> bool:
-        """Whether all forms of the loss were tested on seeds 1 to `count`."""
-        tests = [self.tests.get(form, {}) for form in real.FORMS[self.loss]]
-        return all(seed in runs for seed in range(1, count + 1) for runs in tests)
+        """Whether all forms of the loss whose tuning is complete, if any, were tested on seeds 1 to `count`."""
+        tests = self.tests.values()
+        return bool(tests) and all(seed in runs for seed in range(1, count + 1) for runs in tests)
 
     def validation(self, form: str) -> float:
         """The mean validation reward that chose the setting."""
@@ -87,8 +87,8 @@ class Compared:
             return []
         return [np.array([runs[seed][model][what] for seed in common]) for runs in tests]
 
-    def compare(self, form: str, other: str, what: str = "reward") -> dict | None:
-        rewards = self.rewards("test", form, other, what=what)
+    def compare(self, form: str, other: str, what: str = "reward", model: str = "test") -> dict | None:
+        rewards = self.rewards(model, form, other, what=what)
         return compare(*rewards, margin=PARITY) if rewards and form != other else None
 
     def share(self, model: str, form: str) -> list[float] | None:
@@ -192,10 +192,8 @@ def decide_task(compared: list[Compared]) -> dict[str, dict]:
 
 def final_rewards(compared: Compared) -> Rewards | None:
     """The rewards that the rule reads: of all sixteen seeds, or else of the first eight. None if any is missing."""
-    if not compared.seeds:
-        return None
-    plain, ours, online = compared.rewards("test", *real.FORMS[compared.loss])
-    return plain, ours, online
+    rewards = compared.rewards("test", *real.FORMS[compared.loss])
+    return tuple(rewards) if compared.seeds and rewards else None
 
 # ---------- The page ----------------------------------------------------------------------------------------
 
@@ -213,20 +211,22 @@ FORM_HEAD = (
 
 def page(task: str, compared: list[Compared], decisions: dict[str, dict]) -> str:
     count = sum(len(one.known) for one in compared)
-    missing = {}
+    incomplete = []
     for one in compared:
         seeds = list(real.TEST_SEEDS[one.loss])
         if one.loss in DECIDED and decisions[one.loss]["outcome"] == NEEDS_MORE:
             seeds += real.MORE_SEEDS
-        missing[one.loss.upper()] = real.count_missing(task, one.loss, one.known, seeds)
+        if forms := {run.form for run in real.plan(task, one.loss, one.known, seeds)}:
+            number = real.count_missing(task, one.loss, one.known, seeds)
+            names = ', '.join(f'*{form}*' for form in sorted(forms))
+            incomplete.append(f"{one.loss.upper()}: {names} (some {number})")
     text = [
         f"# SmolLM2 on *{task}*: does humanline reach online?",
         f"{count} runs of [real.py](real.py).",
     ]
-    incomplete = [f"{loss} (some {number})" for loss, number in missing.items() if number]
     if incomplete:
         text.append(
-            f"**Incomplete.** Runs are missing of {' and '.join(incomplete)}. "
+            f"**Incomplete.** Runs are missing of {'; '.join(incomplete)}. "
             "No form is tested before its tuning is complete."
         )
     waiting = shown(itertools.chain(*(one.waiting for one in compared)))
@@ -237,7 +237,7 @@ def page(task: str, compared: list[Compared], decisions: dict[str, dict]) -> str
         facts = one.facts()
         table = form_table(facts) if facts else "No form has been tuned and tested yet."
         text += [f"### {one.loss.upper()}", table]
-        text += [part for part in (tuning_table(one), way_table(one)) if part]
+        text += [part for part in (lead_table(one), tuning_table(one), way_table(one)) if part]
     samples = list(itertools.chain(*map(sample_lines, compared)))
     if samples:
         text += ["## What the final models write to test prompts (the first seed)", "\n".join(samples)]
@@ -314,6 +314,22 @@ def form_table(facts: dict[str, dict]) -> str:
             ]
         )
     return markdown(FORM_HEAD, rows)
+
+def lead_table(compared: Compared) -> str:
+    """Humanline less each other form, of a loss on which the rule decides nothing."""
+    if compared.loss in DECIDED:
+        return ""
+    rows = []
+    for form in compared.tests:
+        found = [
+            compared.compare("humanline", form),
+            compared.compare("humanline", form, model="best"),
+            compared.compare("humanline", form, "greedy"),
+        ]
+        if any(found):
+            rows.append([form, *map(show_difference, found)])
+    table = markdown("| humanline − | reward, final | reward, best | greedy |", rows)
+    return f"Paired by seed; the intervals are not corrected for their number.\n\n{table}" if rows else ""
 
 def tuning_table(compared: Compared) -> str:
     """Validation rewards after the last step at every setting; the chosen one is bold."""
