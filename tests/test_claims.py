@@ -342,7 +342,8 @@ def test_the_page_grows_with_the_runs_and_reads_every_one(tmp_path, monkeypatch)
     assert reproduce.taper_cells_of_smollm2(compared[2]) == []  # not from a part of the seeds
     undecided = {loss: {"outcome": decide.NEEDS_MORE} for loss in decide.DECIDED}
     text = decide.page("checked", compared, undecided)
-    assert "missing of DPO: *humanline*, *online*, *plain* (some 24); KTO: *humanline*, *online*, *plain* (some 24)." in text
+    forms = "*humanline*, *online*, *plain* (some 24)"  # 8 seeds each
+    assert f"missing of DPO: {forms}; KTO: {forms}." in text
     [more, *_] = real.plan("checked", "dpo", known, [*real.TEST_SEEDS["dpo"], *real.MORE_SEEDS])
     before = decide.Compared("checked", "dpo").facts()
     write_jsonl(tmp_path / "real-checked.jsonl", [vars(run) | pretend_real(run) for run in [*known, more]])

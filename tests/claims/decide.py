@@ -73,7 +73,7 @@ class Compared:
 
     def best_of(self, names: Iterable[str]) -> str | None:
         """Of the forms with these names, the one that is best on the validation prompts; None if there is none, or if
-        runs of the loss are missing."""
+        test runs of a tuned form are missing."""
         if not self.has_seeds(len(real.TEST_SEEDS[self.loss])):
             return None
         return max((name for name in names if name in self.tests), key=self.validation, default=None)
@@ -218,7 +218,7 @@ def page(task: str, compared: list[Compared], decisions: dict[str, dict]) -> str
             seeds += real.MORE_SEEDS
         if forms := {run.form for run in real.plan(task, one.loss, one.known, seeds)}:
             number = real.count_missing(task, one.loss, one.known, seeds)
-            names = ', '.join(f'*{form}*' for form in sorted(forms))
+            names = ", ".join(f"*{form}*" for form in sorted(forms))
             incomplete.append(f"{one.loss.upper()}: {names} (some {number})")
     text = [
         f"# SmolLM2 on *{task}*: does humanline reach online?",
