@@ -2,11 +2,11 @@
 
 An implementation of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207). On a laptop:
 
-  python humanline.py                                      # train the tiny model that ships in configs/demo
-  python humanline.py --loss grpo --sync-k 12              # sync the reference every 12 steps
-  python humanline.py --no-humanline --no-positive-only    # the baseline: plain GRPO
-  python humanline.py --no-humanline --no-positive-only --sample-every 1     # the same, online
-  python humanline.py --loss dpo --no-positive-only --sync-k 128 --lr 2e-4   # pairs of best and worst samples
+  python humanline.py                                  # train the tiny model in configs/demo: GRPO, humanline
+  python humanline.py --loss dpo                       # or kto
+  python humanline.py --loss grpo --sync-k 24          # sync the reference every 24 steps
+  python humanline.py --no-humanline                   # the baseline: plain GRPO
+  python humanline.py --no-humanline --sample-every 1  # the same, online
 
 With your own model and data (the README shows the rows), on one GPU, on eight, and after an interruption:
 
@@ -879,9 +879,6 @@ class Run:
                 measured[name] = fmean(fmean(group.rewards) for group in rollouts)
                 if name == "accuracy":
                     self.keep_rollouts("eval_rollouts.jsonl", rollouts, self.eval_rows, step)
-                elif RANK == 0:  # show the first one
-                    ids = rollouts[0].prompt[-30:] + rollouts[0].completions[0][:30]
-                    tqdm.write(f"step {step}: {self.sampler.tokenizer.decode(ids)!r}")
         return measured
 
     def keep_rollouts(self, file: str, rollouts: list[Group], rows: list["Row"],
@@ -2650,7 +2647,7 @@ def main(argv: list[str] | None = None) -> int:
             return leave(0, f"{config.out} is already finished; the model is in {config.out}/final")
         run = train(config)
         if RANK == 0:
-            print(last_line(run))
+            print(*changes(run), last_line(run), sep="\n")
         if run.stopped_at and run.signals:
             return leave(128 + max(run.signals))  # the shell's convention for signals
         return leave(0)
@@ -2689,9 +2686,9 @@ def parse_config(argv: list[str]) -> Config:
     loss = typed.get("--loss", "grpo")
     settings = []
     if "--config" in typed:
-        settings = read_config(typed["--config"])
+        settings = read_config(typed["--config"], typed)
     elif loss in LOSSES and not {"--model", "--data", "--help", "-h"} & typed.keys():
-        settings = demo_settings(loss)
+        settings = demo_settings(loss, typed)
     config = parse_flags(settings + argv)
     reads_samples = config.sample_every or config.eval_data
     for flags, needed, is_read in (
@@ -2716,7 +2713,7 @@ def does_read(loss: str, setting: str) -> bool:
     is_of_some = any(setting in entry.settings.split() for entry in LOSSES.values())
     return not is_of_some or setting in LOSSES[loss].settings.split()
 
-def demo_settings(loss: str) -> list[str]:
+def demo_settings(loss: str, typed: dict[str, str]) -> list[str]:
     """The settings of the demo for a loss, as flags. A loss without a file of its own uses that of GRPO, DPO
     or KTO, whichever has the same unit, as far as it reads the settings."""
     path = CONFIGS / "demo" / f"{loss}.toml"
@@ -2726,7 +2723,7 @@ def demo_settings(loss: str) -> list[str]:
     require(path.exists(),
             f"pass --model and --data; the demo needs the folder {path.parent}, which is missing")
     unread = {field.name for field in dataclasses.fields(Config) if not does_read(loss, field.name)}
-    return read_config(str(path), without={"loss", *unread})
+    return read_config(str(path), typed, without={"loss", *unread})
 
 def parse_flags(args: list[str], kind: Any = Config) -> Any:
     """Parse `args` with tyro, and report its errors in one line."""
@@ -2742,12 +2739,21 @@ def parse_flags(args: list[str], kind: Any = Config) -> Any:
     words = re.sub("[│─]|-{9,}", " ", text).split()
     raise UserError(f"{' '.join(words)}; see --help")
 
-def read_config(path: str, without: Iterable[str] = ()) -> list[str]:
-    """The settings of a TOML file as flags, except those in `without`."""
+def read_config(path: str, typed: dict[str, str], without: Iterable[str] = ()) -> list[str]:
+    """The settings of a TOML file as flags, except those in `without`. A table that is named after a flag, such
+    as [no-humanline] or [sample-every], replaces settings above it if that flag is typed, and not with 0."""
     with explained(f"--config {path}", "pass a valid TOML file of settings"):
         table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    args = []
+    settings = {}
     for key, value in table.items():
+        if isinstance(value, dict):
+            require(key.replace("-", "_").removeprefix("no_") in Config.__dataclass_fields__,
+                    f"--config {path}: name the table [{key}] after a flag, such as [no-humanline]")
+            settings |= value if typed.get(flag_of(key), "0") != "0" else {}
+        else:
+            settings[key] = value
+    args = []
+    for key, value in settings.items():
         name = key.replace("-", "_")
         if name in without:
             continue
@@ -2831,6 +2837,20 @@ def describe(run: Run, first: int) -> None:
     if config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5:
         warn(f"--dtype bfloat16: at --lr {config.lr:g} most updates are too small for bf16 weights and are "
              "lost; use --dtype mixed or --lora")
+
+def changes(run: Run) -> Iterator[str]:
+    """Three held-out prompts, each with a sample and its reward before and after training, as lines of text. The
+    first prompt is one whose completion changed."""
+    samples = {0: [], run.batches.steps: []}
+    for line in read_lines(run.out / "eval_rollouts.jsonl"):
+        if line["step"] in samples:
+            samples[line["step"]].append(line)
+    pairs = list(zip(*samples.values()))[:: run.config.eval_samples]  # one per prompt
+    first = next((pair for pair in pairs if pair[0]["completion"] != pair[1]["completion"]), None)
+    for before, after in sorted(pairs, key=lambda pair: pair is not first)[:3]:
+        yield f"prompt  {before['prompt'][-1]['content']!r:.100}"
+        yield f"before  {before['completion']!r:.85}  reward {before['reward']:.3g}"
+        yield f"after   {after['completion']!r:.85}  reward {after['reward']:.3g}"
 
 def last_line(run: Run) -> str:
     """One sentence about the result."""

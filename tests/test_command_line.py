@@ -30,10 +30,10 @@ def short_run(tiny: str, data: str, more: str = "") -> list[str]:
 # Configuration.
 
 @pytest.mark.parametrize("flags, words", [
-    ("", "GRPO, humanline on better completions alone"), ("--no-positive-only", "GRPO, humanline"),
-    ("--no-humanline", "GRPO, plain on better completions alone"),
-    ("--no-humanline --no-positive-only", "GRPO, plain"), ("--loss dpo", "DPO, plain on better completions alone"),
-    ("--loss dpo --no-humanline --no-positive-only", "DPO, plain"),
+    ("", "GRPO, humanline"), ("--no-humanline", "GRPO, plain"),
+    ("--positive-only", "GRPO, humanline on better completions alone"),
+    ("--positive-only --no-humanline", "GRPO, plain on better completions alone"),
+    ("--loss dpo", "DPO, humanline"), ("--loss dpo --positive-only", "DPO, plain on better completions alone"),
     ("--model x --data y --loss dpo --perception none", "DPO, humanline"),
     ("--model x --data y --loss kto --sync-k 0", "KTO, humanline")])
 def test_a_run_is_named_after_its_method(flags, words):
@@ -61,6 +61,16 @@ def test_a_config_file_sets_defaults_and_flags_override_it(tmp_path, form):
     config = parse(form.format(path) + " --lr 3e-5 --humanline")
     assert (config.loss, config.sync_k, config.humanline, config.lr) == ("dpo", 12, True, 3e-5)
     assert config.data == ("a.jsonl", "b.jsonl")
+
+
+@pytest.mark.parametrize("flags, lr, sync_k", [
+    ("", 1e-5, 12), ("--no-humanline", 2e-5, 0), ("--sample-every 0", 1e-5, 12), ("--sample-every=4", 3e-5, 6),
+    ("--no_humanline --sample-every 4", 3e-5, 0), ("--sample-every 4 --lr 7e-5", 7e-5, 6)])
+def test_a_table_of_a_config_file_counts_if_its_flag_is_typed(tmp_path, flags, lr, sync_k):
+    (tmp_path / "a.toml").write_text("sync_k = 12\nlr = 1e-5\n[no-humanline]\nlr = 2e-5\n"
+                                     "[sample-every]\nlr = 3e-5\nsync_k = 6\n")
+    config = parse(f"--config {tmp_path}/a.toml {flags}")
+    assert (config.lr, config.sync_k) == (lr, sync_k)
 
 
 @pytest.mark.parametrize("loss", humanline.LOSSES)
@@ -189,6 +199,7 @@ BAD_CONFIGS = [
     ("lr = 'fast'\n", r"--lr.*'fast'"),
     ("lr = [1, 2]\n", r"--lr: no type matching .* could be instantiated from \['\[1, 2\]'\]"),
     ("sync_k = -3\n", r"--sync-k is -3"),
+    ("[plain]\nlr = 1e-5\n", r"name the table \[plain\] after a flag, such as \[no-humanline\]"),
 ]
 BAD_ROWS = [  # (loss and flags, rows, complaint)
     ("dpo", [PAIR, {"prompt": "a", "chosen": "b"}], r"row 2 cannot be read: no 'rejected'"),
