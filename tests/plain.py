@@ -1,10 +1,11 @@
 """The method, written plainly: DPO, KTO and GRPO, plain and humanline, offline and online.
 
-  python tests/plain.py --no-positive-only --sync-k 24 --lr 2e-4            # GRPO, humanline, offline
-  python tests/plain.py                                                     # on better completions alone
-  python tests/plain.py --loss dpo --no-positive-only --lr 2.5e-5
-  python tests/plain.py --loss kto --no-positive-only --lr 2.5e-5 --perception none  # the sync alone
-  python tests/plain.py --no-humanline --no-positive-only --sample-every 1  # plain GRPO, online
+  python tests/plain.py                                                     # GRPO, humanline, offline
+  python tests/plain.py --loss dpo --lr 5e-5
+  python tests/plain.py --loss kto --lr 2.5e-5 --perception none            # the sync alone
+  python tests/plain.py --no-humanline --lr 4e-4                            # plain GRPO
+  python tests/plain.py --no-humanline --sample-every 1 --lr 8e-4           # the same, online
+  python tests/plain.py --positive-only --lr 8e-4                           # on better completions alone
 
 Start with `train` and `mean_loss`; equations as in arXiv 2509.24207. humanline.py computes the same faster:
 tests/test_plain.py holds it to this, weight for weight. Left out: all that saves memory or time (a policy is
@@ -38,18 +39,18 @@ from humanline import seed_for  # so that both shuffle and reject alike
 class Settings:
     loss: Literal["dpo", "kto", "grpo"] = "grpo"
     humanline: bool = True  # both of its parts, or neither
-    sync_k: int = 8  # 0: never; online the log-ratio is then to the old policy
+    sync_k: int = 12  # 0: never; online the log-ratio is then to the old policy
     perception: Literal["clip", "sample", "none"] = "clip"
     log_eps_p: float = -1.5
     log_eps_r: float = 1.5
-    positive_only: bool = True  # worse completions count nothing; DPO: supervised finetuning on the chosen
+    positive_only: bool = False  # worse completions count nothing; DPO: supervised finetuning on the chosen
     kl_beta: float = 0.0
     sample_every: int = 0
     group_size: int = 8  # rollouts of a prompt
     temperature: float = 1.0  # of rollouts
     steps: int = 64
     batch_size: int = 32  # online it counts prompts; humanline.py counts completions for KTO
-    lr: float = 8e-4
+    lr: float = 2e-4
     warmup: float = 0.1
     weight_decay: float = 0.0
     adam_eps: float = 1e-8

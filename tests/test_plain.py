@@ -80,7 +80,7 @@ def settings_of(case: dict) -> dict:
     gradient by its own size, which would magnify rounding errors. The gradient's norm is not clipped: that
     would hide a wrong scale of the loss."""
     return dict(log_eps_p=-0.3, log_eps_r=0.2, batch_size=8, lr=5e-3, warmup=0.5, adam_eps=1e-3,
-                max_grad_norm=1e6, steps=STEPS, positive_only=False, group_size=GROUP,
+                max_grad_norm=1e6, steps=STEPS, group_size=GROUP,
                 reward="varied", beta=0.3, epsilon=0.15) | case
 
 
@@ -310,7 +310,7 @@ def test_every_planted_mistake_changes_the_weights(mistake, place, right, wrong,
 @pytest.mark.slow
 def test_plain_py_runs_alone_and_raises_the_reward(monkeypatch, capsys):
     monkeypatch.chdir(Path(plain.__file__).parents[1])
-    plain.config = plain.Settings(loss="dpo")
+    plain.config = plain.Settings()
     plain.main()
     before, after = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
     assert after > before + 0.1

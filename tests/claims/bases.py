@@ -2,7 +2,7 @@
 
   python tests/claims/bases.py configs/demo                   # recreate the demo
   python tests/claims/bases.py /tmp/base --seed 3             # another base, with its own data
-  python tests/claims/bases.py /tmp/long --task six-digits    # a longer task; also twelve-digits, five-sorted
+  python tests/claims/bases.py /tmp/long --task six-digits    # a longer task; also two-digits, twelve-digits
 
 The folder then contains `model/`, a Llama with 0.1 M parameters trained on demonstrations with mistakes;
 `rows.jsonl`, prompts with 8 rewarded samples each; and `test.jsonl`, held-out prompts with their answers.
@@ -29,6 +29,9 @@ from tqdm import tqdm
 import humanline
 from humanline import Config, Group, Sampler, Sequence
 
+# The first seed after those of the tuning bases, 101 and 102, whose base has a mean reward of 0.4 to 0.6 on the
+# held-out problems, which leaves room to improve. The rule was fixed before any model was trained on such a base.
+DEMO_SEED = 103
 HELD_OUT = 500  # problems
 GROUP = 8  # completions per prompt
 CHAT_TEMPLATE = (
@@ -221,7 +224,7 @@ RECIPES = {
         **SORTING_TASK,
     ),
 }
-TASKS = ("two-digits", "six-digits", "twelve-digits", "five-sorted")
+TASKS = ("five-sorted", "two-digits", "six-digits", "twelve-digits")
 
 # ---------- Training a base ---------------------------------------------------------------------------------
 
@@ -351,7 +354,11 @@ def make_model(name: str, folder: Path, seed: int, parent: Path | None = None) -
     return model
 
 def make(
-    folder: Path, task: str = "two-digits", seed: int = 0, drawn_by: str = "", own: Path | None = None
+    folder: Path,
+    task: str = "five-sorted",
+    seed: int = DEMO_SEED,
+    drawn_by: str = "",
+    own: Path | None = None,
 ) -> None:
     """Fill a folder with the model of a task, its rows and held-out rows.
 
@@ -375,9 +382,9 @@ def make(
     for row, group in zip(rows, groups):
         texts = tokenizer.batch_decode(group.completions, skip_special_tokens=True)
         row["completions"] = [text if text.strip() else "?" for text in texts]
-        row["scores"] = group.rewards
+        row["scores"] = [int(reward) for reward in group.rewards]
     for name, lines in (("rows", rows), ("test", test_rows)):
-        text = "".join(json.dumps(row) + "\n" for row in lines)
+        text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in lines)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 def main() -> None:
@@ -385,8 +392,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--task", choices=TASKS, default="two-digits")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--task", choices=TASKS, default="five-sorted")
+    parser.add_argument("--seed", type=int, default=DEMO_SEED)
     parser.add_argument("--drawn-by", choices=["", "worse", "better"], default="", help="two-digits only")
     flags = parser.parse_args()
     make(flags.folder, flags.task, flags.seed, flags.drawn_by)
