@@ -1,0 +1,78 @@
+"""The plan of the runs that settle what is open on SmolLM2 (tests/claims/method.py)."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+import humanline
+import method
+
+SETTINGS = [(name, choice) for name, part in method.PARTS.items() for choice in part.tuning]
+
+
+@pytest.mark.parametrize("name, choice", SETTINGS)
+def test_every_setting_of_the_plan_is_a_valid_command_that_measures_every_8_steps(name, choice):
+    part, (form, lr, k) = method.PARTS[name], choice
+    config = humanline.parse_config(["--model", "m", *part.run(choice, 101).flags()])
+    assert (config.loss, config.lr, config.sync_k, config.eval_every) == (part.loss, lr, k, 8)
+    assert config.beta == (1.0 if form.endswith("beta 1") else 0.1)
+    assert config.humanline == ("plain" not in form and form != "online")
+    assert config.epsilon == (1000 if form == "plain, no ratio clip" else 0.2)
+
+
+def known_of(part: method.Part, reward) -> method.Known:
+    """Stored tuning runs, where `reward` gives the last validation reward of a setting."""
+    return {part.run(choice, seed): {"validation": [0.1, reward(*choice)]}
+            for choice in part.tuning for seed in (101, 102)}
+
+
+def planned_tests(name: str, reward) -> list[method.Run]:
+    part = method.PARTS[name]
+    return part.plan(known_of(part, reward))
+
+
+def test_tuning_comes_first_on_its_two_seeds():
+    assert {name: len(part.plan({})) for name, part in method.PARTS.items()} == dict(A=22, B=12, C=12, D=4, E=22)
+    assert {run.seed for run in method.PARTS["A"].plan({})} == {101, 102}
+
+
+def test_the_best_setting_of_each_form_is_tested_and_ties_go_to_the_lower_rate_then_to_the_larger_k():
+    tests = planned_tests("A", lambda form, lr, k: 0.5 if form != "plain" else lr)
+    assert {(run.form, run.lr, run.k) for run in tests} == {
+        ("plain", 8e-5, 0), ("humanline", 1e-5, 4), ("online", 2e-5, 0)}
+    assert sorted({run.seed for run in tests}) == list(range(1, 9)) and len(tests) == 24
+
+
+def test_the_edge_is_tested_only_above_half_of_the_gap():
+    assert planned_tests("B", lambda form, lr, k: 0.85) == []
+    assert {(run.form, run.k) for run in planned_tests("B", lambda form, lr, k: 0.86 if k == 32 else 0.8)} == {("humanline", 32)}
+
+
+def test_beta_1_is_tested_only_if_the_prediction_holds_in_tuning():
+    assert planned_tests("C", lambda form, lr, k: 0.5 + (not k) / 10) == []
+    assert len(planned_tests("C", lambda form, lr, k: 0.5 + (k == 1) / 10)) == 2 * 4
+
+
+def test_runs_are_stored_as_they_end_and_offline_runs_wait_for_their_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(method, "PATH", tmp_path / "method.jsonl")
+    order = []
+
+    class Pool:
+        def submit(self, function, *arguments):
+            future = Future()
+            if function is method.real.draw_base:
+                order.append(("draw", arguments[3]))
+                future.set_result(None)
+            else:
+                run = arguments[0]
+                order.append((run.form, run.seed))
+                future.set_result(vars(run) | dict(flags="", validation=[0.1, 0.5], validation_kl=[0.0, 1.0]))
+            return future
+
+    part = method.PARTS["A"]
+    missing = part.plan({})
+    method.run_wave(Pool(), missing, SimpleNamespace(model="", rows=tmp_path), {})
+    for seed in (101, 102):
+        assert order.index(("draw", seed)) < order.index(("plain", seed))
+    assert part.plan(method.read_results()) == part.missing(part.tested(method.read_results()), range(1, 9), {})
