@@ -218,7 +218,9 @@ class Config:
     eval_prompts: int = 500  # Held-out prompts per evaluation.
     eval_samples: int = 2  # Completions drawn per held-out prompt.
     track: str | None = None  # Log to wandb, or to a module with the same functions, such as trackio.
-    config: str | None = None  # A .toml file with these settings; flags override it.
+    config: str | None = None
+    """A .toml file with these settings; flags override it. A table of it that is named after a flag, such as
+    [no-humanline], holds settings that apply if that flag is typed."""
 
     def __post_init__(self):
         """Resolve defaults that depend on other settings, check all values, and derive what they imply."""
@@ -2714,12 +2716,10 @@ def does_read(loss: str, setting: str) -> bool:
     return not is_of_some or setting in LOSSES[loss].settings.split()
 
 def demo_settings(loss: str, typed: dict[str, str]) -> list[str]:
-    """The settings of the demo for a loss, as flags. A loss without a file of its own uses that of GRPO, DPO
-    or KTO, whichever has the same unit, as far as it reads the settings."""
-    path = CONFIGS / "demo" / f"{loss}.toml"
-    if not path.exists():
-        like = dict(group="grpo", pair="dpo", example="kto")[LOSSES[loss].unit]
-        path = path.with_stem(like)
+    """The settings of the demo for a loss, as flags: those of GRPO, DPO or KTO, whichever trains on the same
+    unit, as far as the loss reads them."""
+    like = dict(group="grpo", pair="dpo", example="kto")[LOSSES[loss].unit]
+    path = CONFIGS / "demo" / f"{like}.toml"
     require(path.exists(),
             f"pass --model and --data; the demo needs the folder {path.parent}, which is missing")
     unread = {field.name for field in dataclasses.fields(Config) if not does_read(loss, field.name)}
