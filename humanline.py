@@ -95,45 +95,41 @@ from loky import ProcessPoolExecutor
 from tqdm import tqdm
 
 # ---------- Configuration -----------------------------------------------------------------------------------
-# Each field is a command-line flag; the text beside or below it is its help.
+# Each field is a command-line flag; the text beside or below it is its help, and `# --` begins a section of it.
 
 @dataclass
 class Config:
     """Align a language model with DPO, KTO or GRPO, plain or as a humanline variant."""
 
-    loss: str = "grpo"  # The objective: grpo, dpo or kto.
+    # -- model
     model: str | None = None  # A Hugging Face model or a folder. Without it and --data: the demo's.
-    data: tuple[str, ...] = ()
-    """Training data: a .jsonl, .json or .parquet file, or NAME[:[CONFIG:]SPLIT], where NAME is a folder or
-    a data set on the Hugging Face hub."""
-    limit: int | None = None  # Read at most this many rows from each source of --data.
-    eval_data: str | None = None  # Held-out rows to measure on; see --eval-every.
-    reward: str = "exact"
-    """How sampled completions are rewarded. `exact`: 1 if the completion equals the row's `answer`. `math`: 1
-    if its final answer equals that, or the \\boxed{} of the row's `solution`. `FILE.py:function`: your own
-    function(prompts, completions, rows) -> list of floats, where prompts are lists of messages and rows are
-    dicts. configs/model_reward.py:score is a reward model, configs/rewards.py:math_recipe a weighted sum."""
-    reward_args: str | None = None
-    """Extra keyword arguments for your reward function, as a JSON object."""
-    reward_seconds: float = 10.0
-    """Time limit for one call of `math` or of your own function. If a call fails or takes longer, its samples
-    are rewarded one at a time under the same limit, until failures in a row have taken three times as long."""
-    system: str | None = None  # System message for prompts that have none.
-    prompt_template: str | None = None  # Text around each prompt; {prompt} and other {columns} are filled in.
-    template_values: str | None = None
-    """Extra variables for the chat template, as a JSON object."""
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
     """mixed: fp32 weights with bf16 autocast. bfloat16: bf16 weights as well. auto: mixed on a GPU, and on a
     CPU with bf16 instructions for models of 20 M parameters or more; float32 otherwise."""
     attn: str | None = None  # Attention implementation, such as flash_attention_2. Default: the model's.
-    checkpoint_activations: bool = False  # Recompute activations in the backward pass to save memory.
     trust_remote_code: bool = False  # Run code that comes with the model or tokenizer.
     lora: int = 0
     """Train LoRA adapters of this rank, such as 16 (needs peft). The base model is frozen, and kept in bf16
     where --dtype is mixed or bfloat16. 0: train all weights, after merging adapters that --model has."""
     lora_alpha: int = 32  # LoRA's alpha: the adapters' output is scaled by alpha / rank.
 
-    # Humanline: two parts, which can be turned off together or separately.
+    # -- data
+    data: tuple[str, ...] = ()
+    """Training data: a .jsonl, .json or .parquet file, or NAME[:[CONFIG:]SPLIT], where NAME is a folder or
+    a data set on the Hugging Face hub."""
+    limit: int | None = None  # Read at most this many rows from each source of --data.
+    eval_data: str | None = None  # Held-out rows to measure on; see --eval-every.
+    system: str | None = None  # System message for prompts that have none.
+    prompt_template: str | None = None  # Text around each prompt; {prompt} and other {columns} are filled in.
+    template_values: str | None = None
+    """Extra variables for the chat template, as a JSON object."""
+    max_length: int | None = None
+    """Maximum length of prompt + completion in tokens; longer examples are dropped (online: prompts that
+    leave no room for --max-new-tokens). Default: the maximum of the model."""
+    max_prompt_length: int | None = None  # Maximum length of a prompt in tokens; longer ones are dropped.
+
+    # -- method
+    loss: str = "grpo"  # The objective: grpo, dpo or kto.
     humanline: bool = True  # Use syncing and perception. --no-humanline turns both off.
     sync_k: int = 24
     """Set the reference to the policy every k steps; 0: never. Tune it together with --lr. In offline GRPO,
@@ -147,7 +143,6 @@ class Config:
     gamma_r: float = 0.01  # Perception `sample` rejects likely tokens with B_R ~ Beta(gamma_r, beta_r).
     beta_p: float = 1.0  # See --gamma-p.
     beta_r: float = 1.0  # See --gamma-r.
-
     # Not in the paper: against collapse on off-policy data (other models' completions, or old rollouts),
     # where worse completions can be pushed down without limit; each sync renews GRPO's ratio clip.
     positive_only: bool = False
@@ -155,7 +150,7 @@ class Config:
     KTO: desirable ones; the others count as 0 in the mean. DPO: supervised finetuning on the chosen
     completions, without a reference."""
 
-    # Settings of the objectives.
+    # -- objective
     beta: float = 0.1  # DPO and KTO: strength of the pull towards the reference.
     desirable_weight: float | None = None
     """KTO: weight of desirable examples. Default: such that both kinds have the same total weight."""
@@ -169,10 +164,20 @@ class Config:
     then over sequences. constant: each sequence's sum divided by --max-new-tokens, then the mean over
     sequences (Dr. GRPO)."""
 
-    # Where the completions come from.
+    # -- rollout
     sample_every: int = 0
     """0: train on the completions in the data (offline). N: draw new completions every N steps and train
     on them for N steps (1: online)."""
+    reward: str = "exact"
+    r"""How sampled completions are rewarded. `exact`: 1 if the completion equals the row's `answer`. `math`: 1
+    if its final answer equals that, or the \boxed{} of the row's `solution`. `FILE.py:function`: your own
+    function(prompts, completions, rows) -> list of floats, where prompts are lists of messages and rows are
+    dicts. configs/model_reward.py:score is a reward model, configs/rewards.py:math_recipe a weighted sum."""
+    reward_args: str | None = None
+    """Extra keyword arguments for your reward function, as a JSON object."""
+    reward_seconds: float = 10.0
+    """Time limit for one call of `math` or of your own function. If a call fails or takes longer, its samples
+    are rewarded one at a time under the same limit, until failures in a row have taken three times as long."""
     group_size: int = 8  # Completions drawn per prompt.
     temperature: float = 1.0
     """Sampling temperature. Online, log-probs are computed at it, too; offline, at 1."""
@@ -184,7 +189,7 @@ class Config:
     """What draws completions: the model's own `generate`, or `FILE.py:function`, such as
     configs/external.py:vllm (vLLM on other GPUs) and configs/external.py:servers (servers elsewhere)."""
 
-    # The loop.
+    # -- loop
     steps: int | None = None  # Optimizer steps. Default: one pass over the data.
     batch_size: int | None = None
     """Groups (GRPO), pairs (DPO; online: prompts) or examples (KTO) per step, over all ranks. Default: 32, for
@@ -194,20 +199,17 @@ class Config:
     weight_decay: float = 0.0  # Weight decay of AdamW.
     adam_eps: float = 1e-8  # Epsilon of AdamW.
     max_grad_norm: float = 1.0  # Clip the norm of the gradient to this value.
-    max_length: int | None = None
-    """Maximum length of prompt + completion in tokens; longer examples are dropped (online: prompts that
-    leave no room for --max-new-tokens). Default: the maximum of the model."""
-    max_prompt_length: int | None = None  # Maximum length of a prompt in tokens; longer ones are dropped.
     microbatch_tokens: int = 16384
     """Token budget for one forward and backward pass, padding included. Lower it if memory runs out: it does
     not change the result."""
+    checkpoint_activations: bool = False  # Recompute activations in the backward pass to save memory.
     compile: bool = torch.cuda.is_available()  # Use torch.compile on the layers; the default on a GPU.
     shard: bool = False
     """Shard weights, gradients and optimizer state over the ranks (FSDP2). While sampling, each rank holds
     the whole model."""
     seed: int = 0  # Seed of all randomness. Sampling also depends on ranks and --sample-tokens.
 
-    # Output.
+    # -- output
     out: str | None = None  # Folder of the run. Default: a new one under runs/.
     save_every: int = 64  # Write a checkpoint every N steps; 0: only the final model.
     keep: int = 2  # Number of checkpoints to keep.
@@ -2691,7 +2693,9 @@ def parse_config(argv: list[str]) -> Config:
         settings = read_config(typed["--config"], typed)
     elif loss in LOSSES and not {"--model", "--data", "--help", "-h"} & typed.keys():
         settings = demo_settings(loss, typed)
-    config = parse_flags(settings + argv)
+    sections = parse_flags(settings + argv, in_sections(), config=(tyro.conf.OmitArgPrefixes,),
+                           description=Config.__doc__)
+    config = Config(**dict(itertools.chain(*(vars(section).items() for section in vars(sections).values()))))
     reads_samples = config.sample_every or config.eval_data
     for flags, needed, is_read in (
             ("--sync-k --perception", "--humanline and a loss with a reference, which DPO with --positive-only "
@@ -2725,12 +2729,28 @@ def demo_settings(loss: str, typed: dict[str, str]) -> list[str]:
     unread = {field.name for field in dataclasses.fields(Config) if not does_read(loss, field.name)}
     return read_config(str(path), typed, without={"loss", *unread})
 
-def parse_flags(args: list[str], kind: Any = Config) -> Any:
+@functools.cache
+def in_sections() -> type:
+    """Config for tyro, which groups flags by nested dataclasses: one for each `# -- NAME` in Config. Help texts
+    are passed as metadata, because tyro would break them where the source does."""
+    known = {one.name: one for one in dataclasses.fields(Config)}
+    sections = {}
+    pattern = r'^    (?:# -- (\w+)|(\w+): .*(?:  # (.*)|\n    r?"""([^"]*)"""))'
+    for section, name, beside, below in re.findall(pattern, inspect.getsource(Config), re.M):
+        if section:
+            members = sections[section] = []
+        else:
+            text = " ".join((beside + below).split())
+            members.append((name, known[name].type, field(default=known[name].default, metadata={"help": text})))
+    return dataclasses.make_dataclass("Settings", [
+        (name, dataclasses.make_dataclass(name, members)) for name, members in sections.items()])
+
+def parse_flags(args: list[str], kind: Any, **options: Any) -> Any:
     """Parse `args` with tyro, and report its errors in one line."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, args=args)
+            return tyro.cli(kind, args=args, **options)
     except SystemExit as stop:
         if stop.code == 0:  # --help
             raise

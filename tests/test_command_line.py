@@ -110,17 +110,19 @@ def test_the_config_file_of_a_run_holds_only_what_was_set_so_that_another_loss_g
     assert parse(f"--config {tmp_path}/config.toml --loss kto").batch_size == 64
 
 
-def test_every_flag_has_a_help_text():
-    squeezed = re.sub(r"[│\s]", "", command("--help", COLUMNS="200").stdout)
+def test_help_has_a_section_for_each_subject_with_whole_sentences_about_every_flag():
+    shown = command("--help", COLUMNS="1000").stdout
+    titles = re.findall(r"╭─ (\w+) options ─", shown)
+    assert titles == ["model", "data", "method", "objective", "rollout", "loop", "output"]
     source = inspect.getsource(Config)
     for field in dataclasses.fields(Config):
         beside = rf"\n    {field.name}: [^\n]*  # (?P<beside>\S[^\n]*\.)\n"
-        below = rf"\n    {field.name}: [^\n#]*\n    \"\"\"(?P<below>[^\"]*)\"\"\"\n"
+        below = rf"\n    {field.name}: [^\n#]*\n    r?\"\"\"(?P<below>[^\"]*)\"\"\"\n"
         stands = re.search(rf"{beside}|{below}", source)
         assert stands, f"{field.name} has no help beside or under it"
-        # the source's \\\\ is a \\ to read
-        words = (stands["beside"] or stands["below"]).replace("\\\\", "\\")
-        assert re.sub(r"\s", "", words) in squeezed, f"the help of {field.name} is not shown"
+        words = " ".join((stands["beside"] or stands["below"]).split())
+        flag = humanline.flag_of(field.name)
+        assert re.search(rf"│ {flag}[ ,].* {re.escape(words)} \(default: ", shown), f"{flag} is not explained in a line"
 
 
 @pytest.mark.parametrize("flags, words", [
