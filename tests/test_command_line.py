@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import re
 import shutil
 import subprocess
@@ -111,18 +112,21 @@ def test_the_config_file_of_a_run_holds_only_what_was_set_so_that_another_loss_g
 
 
 def test_help_has_a_section_for_each_subject_with_whole_sentences_about_every_flag():
-    shown = command("--help", COLUMNS="1000").stdout
+    shown = command("--help", COLUMNS="80").stdout
     titles = re.findall(r"╭─ (\w+) options ─", shown)
     assert titles == ["model", "data", "method", "objective", "rollout", "loop", "output"]
-    source = inspect.getsource(Config)
+    squeezed, source = " ".join(shown.replace("│", " ").split()), inspect.getsource(Config)
     for field in dataclasses.fields(Config):
         beside = rf"\n    {field.name}: [^\n]*  # (?P<beside>\S[^\n]*\.)\n"
         below = rf"\n    {field.name}: [^\n#]*\n    r?\"\"\"(?P<below>[^\"]*)\"\"\"\n"
         stands = re.search(rf"{beside}|{below}", source)
         assert stands, f"{field.name} has no help beside or under it"
         words = " ".join((stands["beside"] or stands["below"]).split())
-        flag = humanline.flag_of(field.name)
-        assert re.search(rf"│ {flag}[ ,].* {re.escape(words)} \(default: ", shown), f"{flag} is not explained in a line"
+        assert f"{words} (default: " in squeezed, f"the help of {field.name} is not shown"
+    under_flag = "│" + 22 * " "
+    for line, following in itertools.pairwise(shown.splitlines()):  # a line ends only where the next word does not fit
+        if line.startswith(under_flag) and following.startswith(under_flag):
+            assert len(line.rstrip("│ ")) + 1 + len(following.strip("│ ").split()[0]) > 78, line
 
 
 @pytest.mark.parametrize("flags, words", [
