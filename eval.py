@@ -2,6 +2,7 @@
 
   python eval.py accuracy --model RUN BASE              # pass@1, pass@k and greedy accuracy of several models
   python eval.py show --model BASE RUN                  # completions of the same prompts, side by side
+  python eval.py show --model RUN --rollouts            # what an online run sampled, step by step
   python eval.py chat --model RUN                       # chat with a model in the terminal
   python eval.py winrate --model RUN --against BASE     # win rates, raw and length-controlled
   python eval.py data --model BASE --data mine.jsonl    # is this offline data good enough for this model?
@@ -20,10 +21,12 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
 import os
+import pydoc
 import re
 import shutil
 import signal
@@ -46,7 +49,7 @@ import humanline
 from humanline import Config, Group, Reward, Row, Sampler, UserError, encode_rows, read_rows, require
 
 # ---------- Arguments ---------------------------------------------------------------------------------------
-# Each field is a flag; the text after or below it is its help.
+# Each field is a flag; the text around it is its help: tyro would break a docstring where the source does.
 
 @dataclass
 class Settings:
@@ -106,6 +109,9 @@ class Show(Sampling, RowSettings):
     prompts: int = 5  # Number of prompts to show, from the start of the data.
     samples: int = 1  # Completions sampled per prompt.
     greedy: bool = False  # Show the greedy completion instead of --samples.
+    # Show the rollouts that an online run has stored, finished or not, instead of sampling: for each step the
+    # best and the worst completion of --prompts prompts, the largest differences in reward first.
+    rollouts: bool = False
 
 @dataclass(kw_only=True)
 class Chat(Sampling, Settings):
@@ -122,10 +128,10 @@ class Winrate(Sampling, RowSettings):
     against: str = "data"
     """The model to compare with, or `data` for the best or desirable completion of each row."""
     data: str | None = None  # Prompts: NAME[:[CONFIG:]SPLIT]. Default: the run's --eval-data.
+    # Judge to use instead of --reward, as FILE.py:function: a function(prompts, first, second, rows) that
+    # returns the probability that `first` is better for each pair. It is called in both orders, in a separate
+    # process.
     judge: str | None = None
-    """Judge to use instead of --reward, as FILE.py:function: a function(prompts, first, second, rows) that
-    returns the probability that `first` is better for each pair. It is called in both orders, in a separate
-    process."""
     samples: int = 1  # Pairs per prompt.
     out: str | None = None  # Write all pairs to this JSON Lines file. Default: evals/winrate.jsonl, numbered.
 
@@ -158,9 +164,9 @@ class Plot:
     band."""
 
     runs: tyro.conf.Positional[tuple[str, ...]] = ()  # Run folders, or LABEL=FOLDER.
+    # Metrics to plot, one panel each: columns of metrics.jsonl, such as kl, reward or lr, and speed and
+    # sampling. Default: the usual ones.
     metrics: tuple[str, ...] | None = None
-    """Metrics to plot, one panel each: columns of metrics.jsonl, such as kl, reward or lr, and speed and
-    sampling. Default: the usual ones."""
     against: str = "steps"
     """Horizontal axis: steps, seconds (without evaluations), or a column of metrics.jsonl such as kl."""
     out: str | None = None  # Write the figure to this .png or .svg file. Default: evals/curves.png, numbered.
@@ -176,6 +182,7 @@ PANELS = {
     "sampling": "sampling time since the start, seconds",
 }
 MEASURED = "accuracy", "greedy"  # on held-out rows, at some steps
+OF_SAMPLES = "reward", "sampling"  # say nothing of offline runs, whose rewards are those of the data
 NOT_SMOOTHED = (*MEASURED, "speed", "lr", "seconds", "sampling")
 
 def check_flags(flags: Any, words: list[str]) -> None:
@@ -580,7 +587,7 @@ def new_figure(height: float, rows: int, columns: int) -> tuple[Any, list]:
 
 def save(figure: Any, path: Path, lines: dict[str, Any]) -> None:
     """Add a legend for the `lines`, by label, above the figure, and write it to `path`."""
-    columns = 3 if len(lines) % 3 == 0 else 2
+    columns = max(1, min(3, 105 // (max(map(len, lines)) + 8)))  # as many as fit beside each other
     figure.legend(
         list(lines.values()), list(lines), loc="outside upper center", ncols=columns, frameon=False
     )
@@ -684,6 +691,8 @@ def accuracy(flags: Accuracy) -> None:
 
 def show_completions(flags: Show) -> None:
     """Sample and reward completions as `accuracy` does, and print them."""
+    if flags.rollouts:
+        return show_rollouts(flags)
     configs = configs_with_one_reward(flags)
     data = data_to_evaluate(flags, configs[0])
     samples = 1 if flags.greedy else flags.samples
@@ -720,6 +729,43 @@ def show_completions(flags: Show) -> None:
             lines.append([summary(sample) for sample in side_by_side])
         print()
         print_columns(flags.model, lines, width)
+        print()
+
+def show_rollouts(flags: Show) -> None:
+    """Print the rollouts that runs have stored, through the terminal's pager. Only --prompts is read."""
+    others = [f.name for f in dataclasses.fields(flags) if f.name not in ("model", "rollouts", "prompts")]
+    for name in others:
+        require(
+            getattr(flags, name) == getattr(Show, name),
+            f"--rollouts shows what was sampled in training; omit {humanline.flag_of(name)}",
+        )
+    width = min(shutil.get_terminal_size((100, 24)).columns, 160)
+    with contextlib.redirect_stdout(io.StringIO()) as pages:
+        for folder in flags.model:
+            path = Path(folder, "rollouts.jsonl")
+            require(path.exists(), f"--rollouts: no {path}; pass the folder of a run with --sample-every")
+            by_step = defaultdict(lambda: defaultdict(list))  # of each step and prompt, the lines of completions
+            for line in humanline.read_lines(path):
+                line["tokens"] = len(line["tokens"])
+                by_step[line["step"]][line["prompt_id"]].append(line)
+            for step, groups in by_step.items():
+                show_step(f"{folder}, step {step}", list(groups.values()), flags.prompts, width)
+    pydoc.pager(pages.getvalue())
+
+def show_step(title: str, groups: list[list[dict]], prompts: int, width: int) -> None:
+    """Print the best and the worst completion of some prompts of a step, the largest differences first."""
+    for group in groups:
+        group.sort(key=lambda line: -line["reward"])
+    groups.sort(key=lambda group: group[-1]["reward"] - group[0]["reward"])
+    mean = np.mean([line["reward"] for group in groups for line in group])
+    equal = sum(group[0]["reward"] == group[-1]["reward"] for group in groups)
+    title = f"── {title}: {len(groups)} prompts, mean reward {mean:.4g}, {equal} without a difference "
+    print(title.ljust(width, "─"))
+    for group in groups[:prompts]:
+        print(printable(prompt_text(group[0]["prompt"])) + "\n")
+        best, worst = group[0], group[-1]
+        cells = [[best["completion"], worst["completion"]], [summary(best), summary(worst)]]
+        print_columns([f"best of {len(group)}", "worst"], cells, width)
         print()
 
 def prompt_text(prompt: list[dict]) -> str:
@@ -1283,6 +1329,7 @@ def plot(flags: Plot) -> None:
     out = new_file(flags.out, (".png", ".svg"), "curves.png")
     require(flags.runs, "plot: pass one or more run folders")
     by_settings = defaultdict(dict)  # by label and settings: the metrics of each run, by folder
+    seeds = {}
     for spec in flags.runs:
         label, _, folder = spec.rpartition("=") if not Path(spec).exists() else ("", "", spec)
         require(
@@ -1290,14 +1337,15 @@ def plot(flags: Plot) -> None:
             f"plot {folder}: no such run; pass a folder that contains metrics.jsonl",
         )
         settings = tomllib.loads(Path(folder, "config.toml").read_text(encoding="utf-8"))
-        settings.pop("seed", None)
+        seeds[folder] = settings.pop("seed", 0)
         by_settings[label, repr(settings)][folder] = read_metrics(Path(folder))
     groups = {}
     for (label, _), runs in by_settings.items():
         names = [Path(folder).name for folder in runs]
         label = label or os.path.commonprefix(names).rstrip("-_.") or names[0]
         if len(names) > 1:
-            label += f" ({len(names)} seeds)"
+            distinct = len({seeds[folder] for folder in runs})
+            label += f" ({distinct} seeds)" if distinct == len(names) else f" ({len(names)} runs)"
         if label in groups:
             label += f", {next(iter(runs))}"
         groups[label] = list(runs.values())
@@ -1308,7 +1356,9 @@ def plot(flags: Plot) -> None:
                 name in logged,
                 f"{flag} {name}: no run has logged this metric; choose from {', '.join(sorted(logged))}",
             )
-    panels = flags.metrics or [name for name in PANELS if name in logged]
+    lines = (line for runs in groups.values() for run in runs for line in run.values())
+    hidden = () if any(line.get("sample_seconds") for line in lines) else OF_SAMPLES
+    panels = flags.metrics or [name for name in PANELS if name in logged and name not in hidden]
     picture_curves(groups, panels, flags.against, out)
 
 def read_metrics(path: Path) -> RunMetrics:
@@ -1375,7 +1425,7 @@ def picture_curves(
         unused.set_axis_off()
     save(figure, path, legend)
     if by_time and any(len(runs) > 1 for runs in groups.values()):
-        print("bands show the range over seeds")
+        print("bands show the range over the runs of a line")
 
 # ---------- The command line --------------------------------------------------------------------------------
 

@@ -467,6 +467,25 @@ def test_perception_reads_the_rows_that_the_run_was_trained_on(ask, run, tmp_pat
     assert (tmp_path / "evals" / "perception.png").exists()
 
 
+# show --rollouts; tests/test_show_chat.py has the rest.
+
+def test_stored_rollouts_are_shown_by_step_with_the_largest_differences_first(ask, tmp_path):
+    def line(step, prompt, completion, reward):
+        return dict(step=step, prompt_id=f"{step}-{prompt}", prompt=[dict(role="user", content=prompt)],
+                    completion=completion, reward=reward, truncated=completion == "long", tokens=[5, 6, 7])
+
+    write_jsonl(tmp_path / "rollouts.jsonl", [
+        line(1, "equal?", "same", 1.0), line(1, "equal?", "same", 1.0),
+        line(1, "first?", "middling", 0.5), line(1, "first?", "bad", 0.0), line(1, "first?", "good", 1.0),
+        line(9, "near?", "long", 0.25), line(9, "near?", "short", 0.75)])
+    shown = ask(f"show --model {tmp_path} --rollouts --prompts 1")
+    first, second = shown.split("step 9")
+    assert "step 1: 2 prompts, mean reward 0.7, 1 without a difference" in first
+    assert "first?" in first and "equal?" not in first and "middling" not in first
+    assert re.search("good +│ bad", first) and "reward 1, 3 tokens" in first
+    assert re.search("short +│ long", second) and "reward 0.25, 3 tokens, truncated" in second
+
+
 # plot.
 
 def test_plot_merges_seeds_into_one_line_and_separates_settings(ask, run, tmp_path):
@@ -483,10 +502,32 @@ def test_plot_merges_seeds_into_one_line_and_separates_settings(ask, run, tmp_pa
     assert "gradient norm" not in picture
     assert "run (2 seeds)" in picture
     assert "run3" in picture
+    again = shutil.copytree(runs[0], tmp_path / "run1-again")
+    ask(f"plot {runs[0]} {again} --metrics reward --out again.svg")
+    assert "run1 (2 runs)" in (tmp_path / "again.svg").read_text()
     lines = evaluation.read_metrics(runs[0])
     total = sum(line["step_seconds"] for line in metrics(runs[0]))
     assert math.isclose(lines[4]["seconds"], total) and 0 < lines[4]["sampling"] < total
     assert math.isclose(lines[4]["speed"], sum(line["tokens"] for line in metrics(runs[0])) / total)
+
+
+def test_the_curves_of_offline_runs_leave_out_the_rewards_of_the_data(ask, run, tmp_path):
+    ask(f"plot {run('--steps 2')} --out offline.svg")
+    picture = (tmp_path / "offline.svg").read_text()
+    assert evaluation.PANELS["grad_norm"] in picture
+    assert not any(evaluation.PANELS[name] in picture for name in evaluation.OF_SAMPLES)
+
+
+def test_a_legend_stays_within_its_figure(tmp_path, monkeypatch):
+    policy, data = np.random.default_rng(0).normal(size=(2, 100))
+    names = ["the data", "after humanline clipping", "after humanline sampling"]
+    figures, save = [], evaluation.save
+    labels = {name: f"{name}, KL 10.25" for name in (*names, evaluation.POLICY_SAMPLES)}
+    monkeypatch.setattr(evaluation, "save", lambda figure, *rest: figures.append(figure) or save(figure, *rest))
+    evaluation.picture_perception(policy, data, dict.fromkeys(names, np.ones(100)), labels, tmp_path / "p.png")
+    [figure] = figures
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 and box.x1 <= figure.bbox.x1
 
 
 # Bad input gives a one-line message and exit status 2, before anything is written.
@@ -517,6 +558,8 @@ def other_vocabulary(tiny, tmp_path_factory):
     ("accuracy --nothing 1", "--nothing"),
     ("show --model TINY --data prompts.jsonl --prompts 0",
      "--prompts is 0; it must be between 1 and 1,000,000"),
+    ("show --model old --rollouts", "--rollouts: no old/rollouts.jsonl; pass the folder of a run with"),
+    ("show --model old --rollouts --samples 2", "omit --samples"),
     ("winrate --model TINY --data prompts.jsonl",
      "--against data: prompts.jsonl has rows without completions"),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge none.py:f",
