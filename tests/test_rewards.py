@@ -141,10 +141,10 @@ UNEQUAL = [
 ]
 
 
-def test_the_math_library_decides_what_strings_cannot(math_score, capsys):
+def test_the_math_library_decides_what_strings_cannot(capsys):
     references, completions = zip(*EQUAL, *UNEQUAL)
     rows = [{"answer": reference} for reference in references]
-    scores = math_score([PROMPT] * len(references), list(completions), rows)
+    scores = load("math", reward_seconds=300.0)([PROMPT] * len(references), list(completions), rows)
     assert scores == [1.0] * len(EQUAL) + [0.0] * len(UNEQUAL)
     assert not warnings(capsys)
 
@@ -298,7 +298,7 @@ def test_a_function_that_loads_a_large_model_in_its_first_call_keeps_it(tmp_path
         "    kept.append(kept or os.urandom(4 * 10**8))\n"
         "    time.sleep(1.1)\n"  # loky looks at the memory once a second
         "    return [float(len(kept))]\n")
-    score = load(f"{tmp_path}/large.py:score")
+    score = load(f"{tmp_path}/large.py:score", reward_seconds=300.0)
     assert [score([PROMPT], ["a"], [{}]) for _ in range(4)] == [[1.0], [2.0], [3.0], [4.0]]
 
 
