@@ -70,7 +70,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections import deque
+from collections import ChainMap, deque
 from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +105,7 @@ class Config:
     model: str | None = None  # A Hugging Face model or a folder. Without it and --data: the demo's.
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
     """mixed: fp32 weights with bf16 autocast. bfloat16: bf16 weights as well. auto: mixed on a GPU, and on a
-    CPU with bf16 instructions for models of 20 M parameters or more; float32 otherwise."""
+    CPU with AMX for models of 20 M parameters or more; float32 otherwise."""
     attn: str | None = None  # Attention implementation, such as flash_attention_2. Default: the model's.
     trust_remote_code: bool = False  # Run code that comes with the model or tokenizer.
     lora: int = 0
@@ -268,7 +268,8 @@ RANGES = {  # smallest and largest value of settings
 # ---------- Perception --------------------------------------------------------------------------------------
 # How a person perceives the token log-ratio d_t = log π_θ(y_t | x, y_<t) - log π_ref(y_t | x, y_<t).
 #
-# Pure functions of tensors, which can be pasted elsewhere. (N, T) tensors are exactly zero where masked.
+# Pure functions of tensors, which can be pasted elsewhere, with `import torch`, `from torch import Tensor` and
+# `import torch.nn.functional as F`. (N, T) tensors are exactly zero where masked.
 
 def humanline_clip(log_ratio: Tensor, log_eps_p: float = -1.5, log_eps_r: float = 1.5) -> Tensor:
     """Humanline clipping of (N, T) token log-ratios d: clamp(d, log ε_P, log ε_R), in nats. Outside the
@@ -484,6 +485,9 @@ def compute_dpo(x: Microbatch, config: Config) -> Tensor:
     if config.chosen_alone:  # the rejected are idle, and so not in x
         return -x.logps.sum(-1) / x.mask.sum(-1)
     note_implicit_rewards(x, config)
+    margin = config.beta * (x.perceived[0::2] - x.perceived[1::2]).detach().sum(-1)
+    x.metrics["margin"] = margin, torch.ones_like(margin)
+    x.metrics["ordered"] = (margin.sign() + 1) / 2, torch.ones_like(margin)  # a tie counts half
     return dpo_loss(x.perceived[0::2], x.perceived[1::2], config.beta)
 
 def compute_kto(x: Microbatch, config: Config) -> Tensor:
@@ -925,7 +929,9 @@ class Run:
             append_lines(self.out / "metrics.jsonl", [line])
             if self.track:
                 self.track(line, step=line["step"])
-        self.steps.set_postfix(loss=line["loss"], reward=line.get("reward"), refresh=False)
+        # Offline, the reward is that of the data.
+        shown = "loss", "reward" if self.config.sample_every else "logp_wanted", "ordered", "margin"
+        self.steps.set_postfix({name: line[name] for name in shown if name in line}, refresh=False)
 
     def finish(self) -> None:
         """Write the final model, unless a signal stopped the run."""
@@ -964,7 +970,8 @@ class Watch:
                 wanted < min(2 * self.best, self.best - 0.3),
             "more than half of the completions were cut off at --max-new-tokens; raise it":
                 line.get("truncated", 0) > 0.5,
-            "all sampled completions have the same reward; look at rollouts.jsonl and check --reward":
+            "all sampled completions have the same reward; use harder prompts if these are solved, or else look "
+            "at rollouts.jsonl and check --reward":
                 line.get("reward_std", 1) < 1e-9,
         }
         new = [text for text, is_so in reasons.items() if is_so and text not in self.warned]
@@ -1217,11 +1224,11 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
     return False
 
 def choose_dtype(policy: Module, config: Config) -> str:
-    """--dtype; for `auto`, mixed on a GPU, and for large models on a CPU, if it has bf16 instructions."""
+    """--dtype; for `auto`, mixed on a GPU, and for large models on a CPU, where bf16 is faster than fp32."""
     if config.dtype != "auto":
         return config.dtype
     is_large = policy.num_parameters() >= 20_000_000
-    has_bf16 = is_large and torch.cpu._is_avx512_bf16_supported()
+    has_bf16 = is_large and torch.cpu._is_amx_tile_supported()  # AVX512_BF16 alone is slower than fp32
     if torch.cuda.is_available():
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return "mixed" if has_bf16 else "float32"
@@ -2695,7 +2702,7 @@ def parse_config(argv: list[str]) -> Config:
         settings = demo_settings(loss, typed)
     sections = parse_flags(settings + argv, in_sections(), config=(tyro.conf.OmitArgPrefixes,),
                            description=Config.__doc__)
-    config = Config(**dict(itertools.chain(*(vars(section).items() for section in vars(sections).values()))))
+    config = Config(**ChainMap(*map(vars, vars(sections).values())))
     reads_samples = config.sample_every or config.eval_data
     for flags, needed, is_read in (
             ("--sync-k --perception", "--humanline and a loss with a reference, which DPO with --positive-only "
@@ -2733,15 +2740,15 @@ def demo_settings(loss: str, typed: dict[str, str]) -> list[str]:
 def in_sections() -> type:
     """Config for tyro, which groups flags by nested dataclasses: one for each `# -- NAME` in Config. Help texts
     are passed as metadata, because tyro would break them where the source does."""
-    known = {one.name: one for one in dataclasses.fields(Config)}
     sections = {}
     pattern = r'^    (?:# -- (\w+)|(\w+): .*(?:  # (.*)|\n    r?"""([^"]*)"""))'
     for section, name, beside, below in re.findall(pattern, inspect.getsource(Config), re.M):
         if section:
             members = sections[section] = []
         else:
-            text = " ".join((beside + below).split())
-            members.append((name, known[name].type, field(default=known[name].default, metadata={"help": text})))
+            known = Config.__dataclass_fields__[name]
+            known.metadata = {"help": " ".join((beside + below).split())}
+            members.append((name, known.type, known))
     return dataclasses.make_dataclass("Settings", [
         (name, dataclasses.make_dataclass(name, members)) for name, members in sections.items()])
 

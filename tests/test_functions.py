@@ -303,7 +303,9 @@ def test_a_pure_function_can_be_pasted_with_only_torch_and_what_its_docstring_na
     if other:
         source += "\n\n" + inspect.getsource(getattr(humanline, other[1]))
     code = compile(source, "pasted.py", "exec")
-    file = dict(torch=torch, F=F, Tensor=torch.Tensor)
+    imports = re.findall("`((?:import|from) .*?)`", inspect.getsource(humanline))
+    file = {}
+    exec("\n".join(imports), file)
     exec(code, file)
     assert globals_of(code) <= file.keys() | vars(builtins).keys()
 

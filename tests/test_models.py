@@ -619,11 +619,12 @@ def train(model: str, data: str, out: Path, flags: str) -> humanline.Run:
 @pytest.mark.parametrize("parameters, has_gpu, has_bf16, mixed", [
     (1_000_000, True, True, True), (20_000_000, True, False, False), (1_000_000, False, True, False),
     (20_000_000, False, True, True), (20_000_000, False, False, False)])
-def test_auto_is_mixed_on_a_gpu_and_for_large_models_on_a_cpu_if_they_have_bf16(
+def test_auto_is_mixed_on_a_gpu_with_bf16_and_for_large_models_on_a_cpu_with_amx(
         monkeypatch, parameters, has_gpu, has_bf16, mixed):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16 or has_gpu)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)  # slower than fp32 without AMX
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_bf16 or has_gpu)
     model = SimpleNamespace(num_parameters=lambda: parameters)
     assert humanline.choose_dtype(model, Config()) == ("mixed" if mixed else "float32")
 

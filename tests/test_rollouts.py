@@ -210,7 +210,8 @@ COLLAPSE = [dict(logp_wanted=-1.0, completion_length=1)] * 20 + [dict(logp_wante
 
 
 @pytest.mark.parametrize("lines, words, step", [
-    (LONGER, "--max-new-tokens", 4), (EQUAL, "same reward", 3), (COLLAPSE, "collapsing", 27)])
+    (LONGER, "--max-new-tokens", 4), (EQUAL, "same reward; use harder prompts if these are solved", 3),
+    (COLLAPSE, "collapsing", 27)])
 def test_each_warning_is_printed_once_and_in_time(lines, words, step):
     watch = humanline.Watch()
     warnings = []

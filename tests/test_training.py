@@ -125,10 +125,27 @@ def test_implicit_rewards_are_of_perceived_log_ratios_and_ess_of_the_importance_
         weights.append(1 / (1 + i * i))  # its probability divided by the sampler's
         sequence.sampler_logps = logps - math.log(weights[-1]) / len(logps)
     report = humanline.forward_backward(policy, batch, config)
+    margins = [better - worse for better, worse in zip(rewards[True], rewards[False])]
+    if loss == "dpo":
+        assert report["margin"] == pytest.approx(fmean(margins), rel=1e-4)
+        signs = [(margin > 1e-6) - (margin < -1e-6) for margin in margins]
+        assert {-1, 0, 1} == set(signs) and report["ordered"] == fmean((1 + sign) / 2 for sign in signs)
+    else:
+        assert not {"margin", "ordered"} & report.keys()
     assert report["reward_chosen"] == pytest.approx(fmean(rewards[True]), rel=1e-4)
     assert report["reward_rejected"] == pytest.approx(fmean(rewards[False]), rel=1e-4)
     assert report["ess"] == pytest.approx(fmean(weights) ** 2 / fmean(weight**2 for weight in weights),
                                           rel=1e-4)
+
+
+@pytest.mark.parametrize("flags, data, names", [
+    ("--loss dpo", "pairs", {"loss", "logp_wanted", "ordered", "margin"}),
+    ("--loss grpo", "groups", {"loss", "logp_wanted"}), ("--sample-every 1", "prompts", {"loss", "reward"})])
+def test_the_bar_shows_what_the_policy_does_and_not_the_rewards_in_the_data(run, monkeypatch, flags, data, names):
+    shown = []
+    monkeypatch.setattr(humanline.tqdm, "set_postfix", lambda bar, values, refresh: shown.append(values))
+    [line] = metrics(run(f"{flags} --steps 1", data=data))
+    assert shown == [{name: line[name] for name in names}]
 
 
 def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
