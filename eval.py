@@ -410,14 +410,14 @@ def load(config: Config, rewarded: bool = True) -> Sampler:
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy, tokenizer = humanline.load_policy(config, device)
-    if config.config and not tokenizer.chat_template:  # a base is prompted like the run that it is compared with
+    if config.config and not tokenizer.chat_template:  # a base is prompted like the run that it is compared to
         folder = Path(config.config).parent  # a run, or a copy of its final/
         template = (folder / "final" if (folder / "final").is_dir() else folder) / "chat_template.jinja"
         tokenizer.chat_template = template.read_text(encoding="utf-8") if template.exists() else None
     return Sampler(policy, tokenizer, config)
 
 def unload(sampler: Sampler) -> None:
-    """Free the memory of a model that is no longer needed, and of its reward, for other models and processes."""
+    """Free the memory of a model that is no longer needed and of its reward, for other models and processes."""
     sampler.policy = sampler.reward = None
     torch.cuda.empty_cache()
 
@@ -1280,8 +1280,8 @@ def fractions_passed(d: PerToken, config: Config) -> dict[str, list[np.ndarray]]
 def divergence(policy: np.ndarray, data: np.ndarray, gamma: float) -> tuple[float, float, float]:
     """perceived_divergence with its 95% interval over prompts, from (P, B) counts.
 
-    Both are 2 KL minus the resampled KL, its mean and its quantiles, because resampling biases the KL upward just
-    as sampling did.
+    Both are 2 KL minus the resampled KL, its mean and its quantiles, because resampling biases the KL upward
+    just as sampling did.
     """
     raw = float(perceived_divergence(policy.sum(0), data.sum(0), gamma))
     resampled = [

@@ -116,8 +116,8 @@ def write_workload(folder: Path, load: Workload) -> None:
 
 
 # A process that trains once for each line of its input, and answers with the peak of its memory in MiB and what
-# `train` returns. On a GPU one process makes all runs, so that only the first one has to start and compile; on a
-# CPU, where the peak is that of the process, each run has its own.
+# `train` returns. On a GPU one process makes all runs, so that only the first one has to start and compile; on
+# a CPU, where the peak is that of the process, each run has its own.
 WORKER = """
 import contextlib, gc, json, random, resource, sys, time
 import torch
@@ -128,7 +128,8 @@ for line in sys.stdin:
         torch.cuda.reset_peak_memory_stats()
     with contextlib.redirect_stdout(sys.stderr):
         answer = train(**json.loads(line))
-    peak = torch.cuda.max_memory_allocated() if gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    peak = torch.cuda.max_memory_allocated() if gpu else resident
     print(json.dumps(answer | dict(peak=peak >> 20)), flush=True)
     gc.collect()
     if gpu:
@@ -408,7 +409,8 @@ def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: 
 def device_name() -> str:
     if IS_GPU:
         return torch.cuda.get_device_name()
-    names = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+    is_linux = sys.platform == "linux"
+    names = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text()) if is_linux else []
     return f"{[*names, platform.machine()][0]}, {torch.get_num_threads()} threads"
 
 
@@ -419,7 +421,8 @@ def store_results(results: list[dict], workload: str) -> None:
                  torch=torch.__version__, workload=workload)
     with RESULTS.open("a", encoding="utf-8") as file:
         for result in results:
-            short = {key: value if isinstance(value, str) else float(f"{value:.4g}") for key, value in result.items()}
+            short = {key: value if isinstance(value, str) else float(f"{value:.4g}")
+                     for key, value in result.items()}
             file.write(json.dumps(known | short) + "\n")
 
 
@@ -434,7 +437,8 @@ def readme_table() -> list[str]:
     words = {"DPO": "DPO", "KTO": "KTO", "GRPO": "GRPO, with sampling"}
     columns = itertools.product(("small", "real"), {"times": 1, "memory": 2}.items())
     columns = [(workload, *column) for workload, column in columns]
-    return [f"| {' | '.join([words[step], *(spread(step, *column) for column in columns)])} |" for step in words]
+    return [f"| {' | '.join([words[step], *(spread(step, *column) for column in columns)])} |"
+            for step in words]
 
 
 def overhead(folder: Path, load: Workload, losses: list[str], rounds: int) -> None:

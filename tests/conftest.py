@@ -1,6 +1,7 @@
 """Shared fixtures: a random model with a few thousand parameters, rows of every kind, and short runs on
 them."""
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -18,11 +19,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "claims")]
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import humanline
 from bases import character_tokenizer
 from humanline import Batch, Sequence
+from warm import Started
 
 # Tests that run in the background would hand their ignored signals on to the runs that they stop.
 for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
@@ -73,6 +76,20 @@ def tiny(tmp_path_factory) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """folder(family, tied) is a random two-layer model with a tokenizer of its family."""
+    from families import save_model
+
+    @functools.cache
+    def make(family: str, tied: bool = True) -> str:
+        path = tmp_path_factory.mktemp(f"{family}-{'tied' if tied else 'untied'}")
+        save_model(family, path, tied)
+        return str(path)
+
+    return make
 
 
 def rows_of(kind: str, count: int = 24) -> list[dict]:
@@ -172,17 +189,20 @@ def timeless(folder: Path) -> list[dict]:
 
 def same_weights(a: Path, b: Path) -> bool:
     """Whether two runs have the same final weights, bit for bit."""
-    from safetensors.torch import load_file
-
     first, second = (load_file(folder / "final" / "model.safetensors") for folder in (a, b))
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def command(*flags: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
-    """Run python humanline.py FLAGS in a separate process."""
-    line = [sys.executable, str(ROOT / "humanline.py"), *flags]
-    return subprocess.run(line, capture_output=True, text=True, cwd=cwd,
-                          env={**os.environ, **environment}, timeout=600)
+    """Run humanline.py FLAGS in a separate process."""
+    return finished(ROOT / "humanline.py", *flags, cwd=cwd, **environment)
+
+
+def finished(*line: object, **settings) -> subprocess.CompletedProcess:
+    """Run a script in a separate process."""
+    process = Started(*line, **settings)
+    output, error = process.communicate()
+    return subprocess.CompletedProcess(line, process.returncode, output, error)
 
 
 def policy_of(tiny: str, **settings):
@@ -215,3 +235,92 @@ def logps_of(policy, sequences: list[Sequence], temperature: float = 1.0) -> lis
     """The log-probs of each sequence's completion, with one sequence per row."""
     logps = humanline.log_probs(policy, [[sequence] for sequence in sequences], temperature).detach()
     return [row[: len(sequence.completion)] for row, sequence in zip(logps, sequences)]
+
+
+def short_run(tiny: str, data: str, more: str = "") -> list[str]:
+    flags = "--steps 3 --batch-size 4 --lr 1e-2 --max-new-tokens 4 --group-size 4"
+    return f"--model {tiny} --data {data} {flags} {more}".split()
+
+
+def complaint(flags: list[str], tmp_path, capsys) -> str:
+    """The one-line message that main prints. Checks the exit status, and that nothing was written."""
+    before = sorted(tmp_path.rglob("*"))
+    assert humanline.main(flags) == 2
+    shown = capsys.readouterr()
+    lines = [line for line in shown.err.splitlines() if "warning" not in line]
+    assert len(lines) == 1 and lines[0].startswith("humanline.py: error: "), shown.err
+    assert sorted(tmp_path.rglob("*")) == before
+    return lines[0]
+
+
+# eval.py.
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch, capsys):
+    """ask("accuracy --samples 2") runs the command in an empty folder, 100 columns wide, and returns its
+    output."""
+    import eval as evaluation
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(command: str) -> str:
+        status = evaluation.main(command.split())
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        return captured.out
+
+    return run
+
+
+# Several ranks.
+
+def torchrun(*args: Path | str) -> subprocess.Popen:
+    """Run torchrun ARGS with two ranks of one thread each."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+            *map(str, args)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def train_on_two_ranks(home: Path, runs: list[list[str]], root: Path = ROOT,
+                       after: str = "") -> tuple[str, str]:
+    """Train each list of flags with the humanline.py in `root`, all of them in one torchrun, because starting
+    torch costs more than the runs. `after` is code that follows. Returns stdout and stderr."""
+    (home / "runs.json").write_text(json.dumps(runs))
+    (home / "driver.py").write_text(f"""
+import json, os, sys
+sys.path.insert(0, {str(root)!r})
+import torch, humanline
+torch.set_num_threads(1)
+for flags in json.load(open({str(home / "runs.json")!r})):
+    run = humanline.train(humanline.parse_config(flags))
+    if humanline.RANK == 0:
+        print(humanline.last_line(run))
+{after}
+torch.distributed.destroy_process_group()
+sys.stdout.flush()
+# Of a sharded model torch keeps the group's threads; one that outlives the interpreter can abort it.
+os._exit(0)
+""")
+    process = torchrun(home / "driver.py")
+    output, error = process.communicate(timeout=600)
+    assert process.returncode == 0, error[-3000:]
+    return output, error
+
+
+def agree(expected: Path, folder: Path, tolerance: float = 1e-5) -> None:
+    """Losses and weights equal, relative to their size (a GRPO loss passes through zero, so 0.1 is the least
+    size)."""
+    for a, b in zip(metrics(expected), metrics(folder), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=tolerance, abs=0.1 * tolerance), a["step"]
+        assert a["tokens"] == b["tokens"] and a["reward"] == pytest.approx(b["reward"])
+    if (expected / "rollouts.jsonl").exists():
+        lines = [map(json.loads, (run / "rollouts.jsonl").read_text().splitlines())
+                 for run in (expected, folder)]
+        first, second = ([(line["step"], line["row"], line["tokens"]) for line in of_run] for of_run in lines)
+        assert first == second
+    first, second = (load_file(run / "final" / "model.safetensors") for run in (expected, folder))
+    assert first.keys() == second.keys()
+    for name in first:
+        assert (first[name] - second[name]).norm() <= tolerance * first[name].norm(), name

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, gradient, metrics, policy_of, random_batch, same_weights
-from test_ranks import DRIVER, END, agree, torchrun
+from conftest import (
+    ROOT, agree, gradient, metrics, policy_of, random_batch, same_weights, train_on_two_ranks)
 
 import humanline
 from humanline import LOSSES, Loss, best_against_worst
@@ -170,11 +170,7 @@ def test_that_clip_is_right_on_two_sharded_ranks_and_on_a_rank_without_work(tiny
         changed.train(changed.parse_config([*common, *case, "--out", str(tmp_path / f"alone{i}")]))
         for how in ([], ["--shard"]):
             runs.append([*common, *case, *how, "--out", str(tmp_path / f"ranks{i}{''.join(how)}")])
-    (tmp_path / "driver.py").write_text(DRIVER.replace(str(ROOT), str(tmp_path)) + END)
-    (tmp_path / "runs.json").write_text(json.dumps(runs))
-    process = torchrun(tmp_path / "driver.py", tmp_path / "runs.json")
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error[-3000:]
+    train_on_two_ranks(tmp_path, runs, root=tmp_path)
     for i in range(len(cases)):
         alone = tmp_path / f"alone{i}"
         for folder in (tmp_path / f"ranks{i}", tmp_path / f"ranks{i}--shard"):

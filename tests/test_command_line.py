@@ -6,14 +6,13 @@ import itertools
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from conftest import ROOT, command, metrics, write_jsonl
+from conftest import ROOT, command, complaint, finished, metrics, short_run, write_jsonl
 
 import humanline
 from humanline import Config
@@ -21,11 +20,6 @@ from humanline import Config
 
 def parse(flags: str) -> Config:
     return humanline.parse_config(flags.split())
-
-
-def short_run(tiny: str, data: str, more: str = "") -> list[str]:
-    flags = "--steps 3 --batch-size 4 --lr 1e-2 --max-new-tokens 4 --group-size 4"
-    return f"--model {tiny} --data {data} {flags} {more}".split()
 
 
 # Configuration.
@@ -232,17 +226,6 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
 ]
 
 
-def complaint(flags: list[str], tmp_path, capsys) -> str:
-    """The one-line message that main prints. Checks the exit status, and that nothing was written."""
-    before = sorted(tmp_path.rglob("*"))
-    assert humanline.main(flags) == 2
-    shown = capsys.readouterr()
-    lines = [line for line in shown.err.splitlines() if "warning" not in line]
-    assert len(lines) == 1 and lines[0].startswith("humanline.py: error: "), shown.err
-    assert sorted(tmp_path.rglob("*")) == before
-    return lines[0]
-
-
 @pytest.mark.parametrize("flags, expected", BAD_FLAGS, ids=[flags for flags, _ in BAD_FLAGS])
 def test_a_bad_flag_gives_a_one_line_error(tiny, data_files, tmp_path, capsys, monkeypatch, flags, expected):
     monkeypatch.chdir(tmp_path)
@@ -377,8 +360,7 @@ def alone(tiny, tmp_path_factory):
     shutil.copy(ROOT / "humanline.py", folder)
 
     def run(*flags: str) -> subprocess.CompletedProcess:
-        line = [sys.executable, "humanline.py", *flags]
-        return subprocess.run(line, capture_output=True, text=True, cwd=folder, timeout=600)
+        return finished("humanline.py", *flags, cwd=folder)
 
     run.folder = folder
     return run
@@ -417,7 +399,7 @@ def test_with_the_file_alone_no_reward_stops_a_run(alone, tiny):
     (alone.folder / "sub").mkdir()
     (alone.folder / "sub" / "neighbour.py").write_text("value = 1")
     (alone.folder / "sub" / "moods.py").write_text(MOODS)
-    # The longest prompt is rewarded first: failures in a row may take three seconds, and more on a slow machine.
+    # The longest prompt is rewarded first: failures in a row may take three seconds, and more if it is busy.
     moods = {"a prompt": "good"} | {mood: mood for mood in ("hang", "exit", "crash", "raise", "nan")}
     rows = [dict(prompt=prompt, mood=mood) for prompt, mood in moods.items()]
     data = write_jsonl(alone.folder / "rows.jsonl", rows)

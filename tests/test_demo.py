@@ -9,7 +9,7 @@ from pathlib import Path
 
 import bases
 import pytest
-from conftest import ROOT, command, metrics
+from conftest import ROOT, finished, metrics
 
 import humanline
 
@@ -20,7 +20,8 @@ DEMO = ROOT / "configs" / "demo"
 def first(tmp_path_factory):
     """Run the command without arguments in an empty folder."""
     folder = tmp_path_factory.mktemp("newcomer")
-    return command(cwd=folder), folder
+    line = [sys.executable, str(ROOT / "humanline.py")]
+    return subprocess.run(line, capture_output=True, text=True, cwd=folder, timeout=600), folder
 
 
 def test_the_command_without_arguments_trains_a_model(first):
@@ -85,8 +86,7 @@ def test_the_final_folder_of_the_demo_loads_in_plain_transformers_and_can_sort(f
 
 def test_the_file_alone_says_what_the_demo_lacks(tmp_path):
     shutil.copy(ROOT / "humanline.py", tmp_path)
-    line = [sys.executable, "humanline.py", "--steps", "1"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = finished("humanline.py", "--steps", "1", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "pass --model and --data; the demo needs the folder " in done.stderr
 

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,27 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import encode_prompt, ROOT, metrics, rows_of, write_jsonl
+from conftest import ROOT, encode_prompt, finished, metrics, rows_of, write_jsonl
 
 import eval as evaluation
 import humanline
 from eval import capacity, divergence, interval, length_controlled, pass_at_k, perceived_divergence
-
-
-@pytest.fixture
-def ask(tmp_path, monkeypatch, capsys):
-    """ask("accuracy --samples 2") runs the command in an empty folder, 100 columns wide, and returns its
-    output."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(command: str) -> str:
-        status = evaluation.main(command.split())
-        captured = capsys.readouterr()
-        assert status == 0, captured.err
-        return captured.out
-
-    return run
 
 
 def line_of(text: str, start: str) -> list[float]:
@@ -301,8 +284,7 @@ def test_the_pairs_of_a_win_rate_are_converted_to_the_format_of_alpaca_eval(ask,
     first, *others = (tmp_path / "pairs.jsonl").read_text().splitlines(keepends=True)
     first = json.dumps(json.loads(first) | {"output": "a\u2028b"}, ensure_ascii=False)
     (tmp_path / "pairs.jsonl").write_text("".join([first, "\n", *others]))
-    subprocess.run([sys.executable, ROOT / "configs" / "alpaca_eval.py", "pairs.jsonl"], check=True,
-                   cwd=tmp_path)
+    assert finished(ROOT / "configs" / "alpaca_eval.py", "pairs.jsonl", cwd=tmp_path).returncode == 0
     pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").open("rb")]
     rows = read_lines(Path(data_files["groups"]))
     for side in ("output", "against"):
@@ -611,8 +593,7 @@ def test_bad_input_gives_a_one_line_error_and_exit_status_2(
 
 
 def test_the_command_line_works_as_typed(tmp_path):
-    line = [sys.executable, str(ROOT / "eval.py"), "plot", "none"]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
+    done = finished(ROOT / "eval.py", "plot", "none", cwd=tmp_path)
     error = "eval.py: error: plot none: no such run; pass a folder that contains metrics.jsonl\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", error)
 
@@ -631,7 +612,8 @@ def test_a_lack_of_memory_gives_one_line(tiny, data_files, monkeypatch, capsys, 
 
 
 def test_a_tracker_gets_every_line_of_the_metrics(run, monkeypatch):
-    with pytest.raises(humanline.UserError, match="--track absent: No module named 'absent'; install wandb, or another"):
+    says = "--track absent: No module named 'absent'; install wandb, or another"
+    with pytest.raises(humanline.UserError, match=says):
         run("--track absent")
     for functions, lacking in ((dict(log=print), "init"), (dict(init=lambda **kwargs: None), "log")):
         monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(**functions))

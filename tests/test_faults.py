@@ -1,55 +1,63 @@
 """Faults: kills, signals, damaged files, a full disk, too little memory, two runs in the same folder."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import random
+import resource
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from typing import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, command, metrics, same_weights, timeless
 
 import humanline
+from warm import Started
 
 
-def start(*flags: str, before: Callable[[], object] | None = None) -> subprocess.Popen:
-    """Start python humanline.py FLAGS in the background; `before` is called in its process first."""
-    line = [sys.executable, str(ROOT / "humanline.py"), *flags]
-    return subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            preexec_fn=before)
+def start(*flags: str, before: tuple = ()) -> Started:
+    """Start humanline.py FLAGS in the background; `before`, a function and its arguments, is called first."""
+    return Started(ROOT / "humanline.py", *flags, before=before)
 
 
-@pytest.mark.slow
-def test_a_run_killed_at_50_random_moments_resumes_to_the_same_weights(tiny, data_files, tmp_path):
-    flags = shlex.split(f"--model {tiny} --data {data_files['groups']} --steps 100 --batch-size 8 "
-                        "--lr 1e-3 --sync-k 7 --save-every 5 --resume latest")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def same_files(a: Path, b: Path) -> bool:
+    names = "rollouts.jsonl", "eval_rollouts.jsonl"
+    return (same_weights(a, b) and timeless(a) == timeless(b)
+            and all((a / name).read_text() == (b / name).read_text() for name in names))
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_run_killed_at_random_moments_resumes_to_the_same_weights_and_files(
+        tiny, data_files, varied, tmp_path, kills):
+    """While loading, sampling, rewarding, training, evaluating, saving or exiting."""
+    flags = shlex.split(f"--model {tiny} --data {data_files['prompts']} --reward {varied} --steps 24 "
+                        "--batch-size 2 --group-size 4 --max-new-tokens 4 --lr 1e-3 --sync-k 5 --save-every 3 "
+                        f"--sample-every 4 --eval-data {data_files['prompts']} --eval-prompts 4 --eval-every 8 "
+                        "--resume latest")
+    whole, killed, chance = tmp_path / "whole", tmp_path / "killed", random.Random(kills)
+    started = time.perf_counter()
     assert command(*flags, "--out", str(whole)).returncode == 0
-    chance = random.Random(50)
-    for _ in range(50):
+    seconds = time.perf_counter() - started
+    for _ in range(kills):
         process = start(*flags, "--out", str(killed))
-        file = killed / "metrics.jsonl"
-        written = lambda: file.stat().st_mtime_ns if file.exists() else 0
-        before = written()
-        # some die before they begin
-        while written() == before and process.poll() is None and chance.random() > 0.001:
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0, 2.0))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=chance.uniform(0, seconds))
         process.kill()
         process.communicate()
-        if (killed / "final").exists():  # it was faster: the same once more
-            assert same_weights(killed, whole) and timeless(killed) == timeless(whole)
+        if (killed / "final").exists():  # the kill came too late; begin again
+            assert same_files(killed, whole)
             shutil.rmtree(killed)
-    assert command(*flags, "--out", str(killed)).returncode == 0
-    assert same_weights(killed, whole) and timeless(killed) == timeless(whole)
+    done = command(*flags, "--out", str(killed))
+    assert done.returncode == 0, done.stderr
+    assert same_files(killed, whole)
 
 
 @pytest.mark.parametrize("phase, number", [
@@ -84,15 +92,17 @@ def test_a_signal_stops_the_run_after_its_step_so_that_it_can_be_resumed(
     ("--sample-every 1 --data PROMPTS", 2),
     ("--data GROUPS --eval-data PROMPTS", 1),  # before the first step
 ])
-def test_ctrl_c_twice_or_before_the_first_step_ends_the_command_in_one_line(tiny, data_files, tmp_path, flags, times):
+def test_ctrl_c_twice_or_before_the_first_step_ends_the_command_in_one_line(
+        tiny, data_files, tmp_path, flags, times):
     slow = tmp_path / "slow.py"  # a reward that is still awaited when the signal comes
     slow.write_text("import time\ndef reward(prompts, completions, rows):\n    time.sleep(60)\n")
     flags = flags.replace("PROMPTS", data_files["prompts"]).replace("GROUPS", data_files["groups"])
     flags += (f" --model {tiny} --steps 9 --batch-size 4 --max-new-tokens 4 --reward {slow}:reward "
               "--reward-seconds 99")
     process = start(*flags.split(), "--out", str(tmp_path / "out"))
-    while not process.stdout.readline().startswith("steps  "):
+    while "\nsteps  " not in process.so_far()[0]:
         assert process.poll() is None
+        time.sleep(0.01)
     try:
         for _ in range(times):
             time.sleep(0.5)
@@ -134,8 +144,9 @@ def test_a_stopped_command_exits_with_the_status_of_its_signal_and_says_how_to_r
 
 
 def test_nohup_keeps_a_run_from_stopping_when_its_terminal_closes(tiny, data_files, tmp_path):
-    flags = f"--model {tiny} --data {data_files['groups']} --steps 20 --batch-size 4 --out {tmp_path / 'out'}".split()
-    process = start(*flags, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    flags = (f"--model {tiny} --data {data_files['groups']} --steps 20 --batch-size 4 "
+             f"--out {tmp_path / 'out'}").split()
+    process = start(*flags, before=(signal.signal, signal.SIGHUP, signal.SIG_IGN))
     while not (tmp_path / "out" / "metrics.jsonl").exists():
         assert process.poll() is None
         time.sleep(0.01)
@@ -198,12 +209,12 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tiny, data_files, tmp_
     out = tmp_path / "out"
     flags = (f"--model {tiny} --data {data_files['groups']} --steps 4 --batch-size 4 --save-every 1 "
              f"--out {out} --resume latest")
-    line = f"ulimit -f 40; exec {sys.executable} {ROOT / 'humanline.py'} {flags}"
-    limited = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-    assert limited.returncode == 1 and len(metrics(out)) == 4, limited.stderr
-    warnings = [line for line in limited.stderr.splitlines() if "warning: could not write" in line]
-    assert len(warnings) == 4 and limited.stderr.splitlines()[-1].startswith("humanline.py: stopped: ")
-    assert "Traceback" not in limited.stderr and not (out / "final").exists()
+    limited = start(*flags.split(), before=(resource.setrlimit, resource.RLIMIT_FSIZE, (40 << 10, 40 << 10)))
+    _, error = limited.communicate()
+    assert limited.returncode == 1 and len(metrics(out)) == 4, error
+    warnings = [line for line in error.splitlines() if "warning: could not write" in line]
+    assert len(warnings) == 4 and error.splitlines()[-1].startswith("humanline.py: stopped: ")
+    assert "Traceback" not in error and not (out / "final").exists()
     assert not list((out / "checkpoint").glob("step-*"))
     humanline.main(flags.split())
     assert (out / "final").exists()

@@ -1,17 +1,14 @@
 """LoRA: adapters on a frozen base model, with a moving reference. Skipped if peft is not installed."""
 
 import itertools
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics, random_batch, timeless
+from conftest import complaint, metrics, random_batch, timeless, train_on_two_ranks
+from families import full_logits_logps, load, own_rows, some_sequences
 from safetensors.torch import load_file
-from test_command_line import complaint
-from test_models import folder, full_logits_logps, load, own_rows, some_sequences  # noqa: F401  (a fixture)
-from test_ranks import DRIVER, END, torchrun
 from transformers import AutoModelForCausalLM
 
 import eval as evaluation
@@ -161,11 +158,7 @@ def test_two_ranks_sharded_or_not_train_the_same_adapters_as_one_process(
     runs = [[*flags, *more, "--out", str(tmp_path / name)]
             for name, more in (("ddp", []), ("fsdp", ["--shard"]))]
     runs += [[*flags, "--shard", "--dtype", "mixed", "--out", str(tmp_path / "mixed")]]
-    (tmp_path / "driver.py").write_text(DRIVER + END)
-    (tmp_path / "runs.json").write_text(json.dumps(runs))
-    process = torchrun(tmp_path / "driver.py", tmp_path / "runs.json")
-    _, error = process.communicate(timeout=200)
-    assert process.returncode == 0, error[-3000:]
+    train_on_two_ranks(tmp_path, runs)
     expected = run("", flags=flags)
     for name in ("ddp", "fsdp"):
         ours, theirs = adapters_of(tmp_path / name), adapters_of(expected)

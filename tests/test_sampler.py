@@ -5,7 +5,6 @@ import gc
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import humanline
 from humanline import UserError
-from test_ranks import torchrun
+from warm import Started
 
 EXTERNAL = ROOT / "configs" / "external.py"
 SECONDS = 60
@@ -255,8 +254,7 @@ def test_a_killed_trainer_leaves_no_sampler_process_and_a_resumed_run_no_weights
     flags = (f"--model {tiny} --data {data_files['prompts']} --reward {varied} --steps 2 --batch-size 2 "
              f"--group-size 2 --max-new-tokens 4 --sample-every 2 --top-p 1e-9 --out {tmp_path / 'run'} "
              f"--sampler {sampler('hangs', HANGS)}").split()
-    trainer = subprocess.Popen([sys.executable, str(ROOT / "humanline.py"), *flags],
-                               stderr=subprocess.DEVNULL)
+    trainer = Started(ROOT / "humanline.py", *flags)
     while not (tmp_path / "notes.jsonl").exists():
         assert trainer.poll() is None
         time.sleep(0.1)
@@ -267,8 +265,8 @@ def test_a_killed_trainer_leaves_no_sampler_process_and_a_resumed_run_no_weights
         return subprocess.run(line, capture_output=True, text=True).stdout.split()
 
     assert session()
-    os.kill(trainer.pid, signal.SIGKILL)
-    trainer.wait()
+    trainer.kill()
+    trainer.communicate()
     for _ in range(100):
         if not session():
             break
@@ -358,24 +356,6 @@ def test_missing_vllm_is_reported_at_once(run):
     says = "--sampler configs/external.py:vllm: .*'vllm'; set HUMANLINE_SAMPLER_COMMAND"
     with pytest.raises(UserError, match=says):
         run("--sampler configs/external.py:vllm --sample-every 2")
-
-
-def test_two_ranks_train_on_the_completions_of_one_sampler(run, sampler, notes, tiny, data_files, varied,
-                                                           tmp_path):
-    flags = f"--sampler {sampler()} --sample-every 4 --steps 4 --top-p 1e-9"  # any log-probs will do
-    alone = run(flags)
-    calls = notes()
-    settings = (f"--model {tiny} --data {data_files['groups']} --batch-size 4 --lr 1e-2 --max-new-tokens 4 "
-                f"--group-size 4 --reward {varied} {flags} --shard --out {tmp_path / 'two'}")
-    process = torchrun(ROOT / "humanline.py", *settings.split())
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error[-2000:]
-    again = notes()[len(calls) :]  # by one rank alone
-    assert [note["seed"] for note in again] == [note["seed"] for note in calls]
-    first, second = (load_file(folder / "final" / "model.safetensors")
-                     for folder in (alone, tmp_path / "two"))
-    for name in first:
-        torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)
 
 
 # --sampler generate: quicker than `generate` alone would be, with the same probabilities.

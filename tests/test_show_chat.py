@@ -2,17 +2,14 @@
 
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import transformers
 from bases import character_tokenizer
-from conftest import ROOT, rows_of, write_jsonl
-from test_eval import ask
+from conftest import ROOT, finished, rows_of, write_jsonl
 
 import eval as evaluation
 import humanline
@@ -199,10 +196,10 @@ def test_a_dialogue_too_long_for_the_model_starts_again(talk, talker):
 
 
 def test_a_piped_chat_reads_any_bytes_and_ends_with_its_input(talker, tmp_path):
-    line = [sys.executable, str(ROOT / "eval.py"), "chat", "--model", talker, "--max-new-tokens", "2"]
-    done = subprocess.run(line, input=b"1\n\xff\n", capture_output=True, cwd=tmp_path, env={**os.environ})
-    output = done.stdout.decode()
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = finished(ROOT / "eval.py", "chat", "--model", talker, "--max-new-tokens", "2", cwd=tmp_path,
+                    input=b"1\n\xff\n")
+    output = done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
     assert output.count(f"\n{talker}> ") == 2
     assert output.endswith("you> \n")
 

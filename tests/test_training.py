@@ -7,8 +7,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from conftest import gradient, logps_of, metrics, policy_of, random_batch, same_weights, timeless
-from test_command_line import short_run
+from conftest import gradient, logps_of, metrics, policy_of, random_batch, same_weights, short_run, timeless
 
 import humanline
 from humanline import Batch, Config

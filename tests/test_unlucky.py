@@ -8,8 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import metrics, write_jsonl
-from test_command_line import complaint, short_run
+from conftest import complaint, metrics, short_run, write_jsonl
 
 import humanline
 from humanline import Config, Group
@@ -76,7 +75,8 @@ PAIR = dict(chosen="a", rejected="b")
 def test_a_setting_that_is_hardly_intended_gives_one_warning(tiny, tmp_path, capsys, loss, rows, flags,
                                                              words):
     path = write_jsonl(tmp_path / "rows.jsonl", [dict(rows, prompt=f"{i}") for i in range(4)])
-    train(short_run(tiny, path, f"--out {tmp_path}/out --loss {loss} --batch-size 1 --steps 1 --sync-k 0 {flags}"))
+    flags = f"--out {tmp_path}/out --loss {loss} --batch-size 1 --steps 1 --sync-k 0 {flags}"
+    train(short_run(tiny, path, flags))
     warned = warnings_of(capsys)
     assert len(warned) == (words != "") and re.search(words, "".join(warned)), warned
 
@@ -150,11 +150,13 @@ def test_a_checkpoint_of_another_run_does_not_replace_an_unfinished_one(tiny, da
     again = flags([str(fork), "--resume", str(base / "checkpoint" / "step-00000002")])
     train(again)  # into a new folder
     shutil.rmtree(fork / "final")
-    assert humanline.main(again) == 2 and "holds an unfinished run; pass --resume latest" in capsys.readouterr().err
+    assert humanline.main(again) == 2
+    assert "holds an unfinished run; pass --resume latest" in capsys.readouterr().err
     train(flags([str(fork), "--resume", "latest"]))
 
 
-def test_a_checkpoint_that_is_written_while_a_run_loads_is_resumed_from(tiny, data_files, tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_written_while_a_run_loads_is_resumed_from(
+        tiny, data_files, tmp_path, monkeypatch):
     out = tmp_path / "out"
     flags = short_run(tiny, data_files["groups"], f"--save-every 1 --keep 9 --steps 4 --out {out}")
     train(flags)
