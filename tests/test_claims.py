@@ -217,6 +217,7 @@ class InThisProcess(Executor):
         return future
 
 
+@pytest.mark.slow
 def test_the_chain_from_tuning_over_the_test_to_the_page(small_real):
     path = small_real.rows / "real-checked.jsonl"
     real.run_all(InThisProcess(), small_real, "dpo", [1, 2], path)
@@ -273,7 +274,9 @@ def test_after_an_error_no_run_is_trained_for_nothing(small_real):
     assert len(waiting) > 1 and all(future.cancelled() for future in waiting[1:])
 
 
-@pytest.mark.parametrize("loss, form", [("kto", HUMANLINE), ("kto", "online"), ("grpo", "mask 0.1, synced")])
+@pytest.mark.parametrize("loss, form", [
+    ("kto", HUMANLINE), pytest.param("kto", "online", marks=pytest.mark.slow),
+    pytest.param("grpo", "mask 0.1, synced", marks=pytest.mark.slow)])
 def test_other_losses_run_on_smollm2s_data_too(small_real, loss, form):
     real.draw_base("checked", small_real.model, small_real.rows, 1)
     drawn = [json.loads(line) for line in (small_real.rows / "checked-1.jsonl").read_text().splitlines()]
@@ -386,6 +389,7 @@ def test_one_seed_and_equal_runs_decide_nothing_that_they_cannot():
     assert same["p"] == 1 and same["p_same"] < 1e-6
 
 
+@pytest.mark.slow
 def test_two_one_sided_tests_rarely_call_a_difference_of_the_margin_the_same():
     chance, called = np.random.default_rng(0), {0.0: 0, reproduce.MARGIN: 0}
     for true in called:
@@ -549,6 +553,7 @@ def test_the_pages_are_those_that_the_stored_runs_give(everything):
     assert stale == [], "python tests/claims/reproduce.py draws them anew"
 
 
+@pytest.mark.slow
 def test_the_figures_are_drawn(everything, tmp_path):
     everything.draw(tmp_path)
     made = {path.name for path in tmp_path.iterdir()}

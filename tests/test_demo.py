@@ -32,7 +32,7 @@ def test_the_command_without_arguments_trains_a_model(first):
     before, after, greedy_before, greedy_after = map(float, numbers)
     assert 0.4 <= before <= 0.6 and after >= 0.9 and greedy_before <= 0.95 <= greedy_after
     [out] = (folder / "runs").iterdir()
-    assert f"GRPO, humanline, 200 steps in " in last and f"the model is in runs/{out.name}/final" in last
+    assert "GRPO, humanline, 200 steps in " in last and f"the model is in runs/{out.name}/final" in last
     lines = metrics(out)
     assert len(lines) == 200 and lines[-1]["accuracy"] == pytest.approx(after, abs=5e-4)
 

@@ -28,8 +28,9 @@ def small_models(monkeypatch):
         monkeypatch.setitem(fits.MODELS, name, sizes | SMALL)
 
 
-@pytest.mark.parametrize("name", [LLAMA, GEMMA, QWEN,
-                                  pytest.param(f"{LLAMA}-lora", marks=pytest.mark.needs("peft"))])
+@pytest.mark.parametrize("name", [
+    LLAMA, pytest.param(GEMMA, marks=pytest.mark.slow), pytest.param(QWEN, marks=pytest.mark.slow),
+    pytest.param(f"{LLAMA}-lora", marks=[pytest.mark.needs("peft"), pytest.mark.slow])])
 def test_a_dry_run_on_two_ranks_works_for_a_small_model_of_each_family(name):
     kinds, policy = fits.dry_run(f"configs/{name}.toml", SHORT, ranks=2)
     assert policy.config.model_type in name
@@ -42,6 +43,7 @@ def test_a_dry_run_on_two_ranks_works_for_a_small_model_of_each_family(name):
     assert humanline.WORLD_SIZE == 1 and not humanline.dist.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [GEMMA, QWEN])
 def test_fake_tensors_need_as_much_memory_as_real_ones(name):
     peaks = []
@@ -53,6 +55,7 @@ def test_fake_tensors_need_as_much_memory_as_real_ones(name):
     assert peaks[0]["gathered"] == 0 < peaks[0]["gradients"]
 
 
+@pytest.mark.slow
 def test_the_table_says_what_fits_and_how_much_work_it_is(capsys, monkeypatch):
     monkeypatch.setattr(fits, "RANKS", {1: "one GPU"})
     assert fits.main(["configs/llama3-8b-grpo-online.toml", *SHORT]) == 0
@@ -126,6 +129,7 @@ def test_the_readme_says_where_configs_fit_as_in_the_stored_results():
     assert len(lines) == 3 and set(lines) <= set(rows)
 
 
+@pytest.mark.slow
 def test_a_stored_result_is_what_a_dry_run_gives(monkeypatch):
     monkeypatch.setattr(fits, "MODELS", MODELS)
     monkeypatch.setattr(fits, "RANKS", {1: "one GPU"})

@@ -6,14 +6,12 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import complaint, encode_prompt, metrics, write_jsonl
+from conftest import complaint, encode_prompt, finished, metrics, write_jsonl
 from families import (CHATML_TEMPLATE, FAMILIES, SIZES, full_logits_logps, gsm8k, load, own_rows, random_ids,
                       some_sequences)
 from tokenizers import Tokenizer, models
@@ -513,7 +511,8 @@ def test_the_final_folder_gives_the_same_logits_in_plain_transformers_bit_for_bi
     for family, tied, dtype in cases:
         runs.append(train(folder(family, tied), rows, tmp_path / family, f"--steps 2 --dtype {dtype}"))
     finals = [str(run.out / "final") for run in runs]
-    subprocess.run([sys.executable, "-c", LOGITS, *finals], check=True)
+    (tmp_path / "logits.py").write_text(LOGITS)
+    assert finished(tmp_path / "logits.py", *finals).returncode == 0
     for (family, tied, _), run, final in zip(cases, runs, finals, strict=True):
         logits, ids, template = torch.load(f"{final}.pt", weights_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder(family, tied))
@@ -526,15 +525,21 @@ def test_the_final_folder_has_the_settings_of_the_run(folder, rows, tmp_path):
     assert (out / "final" / "config.toml").read_bytes() == (out / "config.toml").read_bytes()
 
 
-@pytest.mark.parametrize("flags", ["--checkpoint-activations", pytest.param(
-    "--lora 4 --checkpoint-activations", marks=pytest.mark.needs("peft"))])
-def test_every_kind_of_pass_is_compiled(folder, monkeypatch, flags):
+EVERY_PASS = list(itertools.product((False, True), (1, 5), (1, 2)))
+
+
+@pytest.mark.parametrize("flags, passes", [
+    ("--no-checkpoint-activations", [(True, 5, 2)]),
+    pytest.param("--checkpoint-activations", EVERY_PASS, marks=pytest.mark.slow),
+    pytest.param("--lora 4 --checkpoint-activations", EVERY_PASS,
+                 marks=[pytest.mark.needs("peft"), pytest.mark.slow])])
+def test_every_kind_of_pass_is_compiled(folder, monkeypatch, flags, passes):
     torch.compiler.reset()
     compile_layer = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *a, **b: compile_layer(*a, **b, backend="eager"))
     line = f"--model {folder('llama3')} --data x --compile {flags}".split()
     policy, _ = humanline.load_policy(humanline.parse_config(line), torch.device("cpu"))
-    for with_grad, rows, in_row in itertools.product((False, True), (1, 5), (1, 2)):
+    for with_grad, rows, in_row in passes:
         packed = [[Sequence([3, 4, 5, 6], [7, 8, 9])] * in_row for _ in range(rows)]
         with torch.set_grad_enabled(with_grad), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             logps = humanline.log_probs(policy, packed)
@@ -543,6 +548,7 @@ def test_every_kind_of_pass_is_compiled(folder, monkeypatch, flags):
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
                     reason="torch.compile needs a C++ compiler")
 def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folder, rows, tmp_path, varied):

@@ -8,13 +8,13 @@ import importlib.util
 import json
 import random
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import finished
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -319,7 +319,6 @@ def test_plain_py_runs_alone_and_raises_the_reward(monkeypatch, capsys):
 def test_every_setting_of_plain_py_is_read_and_it_starts_from_anywhere(tmp_path):
     is_read = set(re.findall(r"(?:config|self)\.(\w+)\b(?! = )", Path(plain.__file__).read_text()))
     assert [field.name for field in dataclasses.fields(plain.Settings) if field.name not in is_read] == []
-    done = subprocess.run([sys.executable, plain.__file__, "--help"], cwd=tmp_path, capture_output=True,
-                          text=True)
+    done = finished(plain.__file__, "--help", cwd=tmp_path)
     assert done.returncode == 0 and "--sync-k" in done.stdout, done.stderr
     assert (plain.DEMO / "rows.jsonl").is_absolute() and (plain.DEMO / "rows.jsonl").exists()
