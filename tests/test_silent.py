@@ -204,7 +204,7 @@ def test_a_terminal_without_unicode_gets_question_marks(tiny, data_files, varied
     model = shutil.copytree(tiny, tmp_path / "modèle")
     flags = f"--reward {varied} --eval-data {data_files['prompts']} --out {tmp_path / 'out'}"
     done = command(*short_run(model, data_files["groups"], flags), PYTHONIOENCODING="ascii")
-    assert done.returncode == 0 and "mod?le" in done.stdout and "step 0: '" in done.stdout
+    assert done.returncode == 0 and "mod?le" in done.stdout and "\nbefore  '" in done.stdout
 
 
 ANSWERS = [  # what a model writes, the row's answer, and whether that is right
