@@ -275,6 +275,14 @@ def ask(tmp_path, monkeypatch, capsys):
 
 # Several ranks.
 
+# Of a sharded model torch keeps the group's threads; one that outlives the interpreter can abort it.
+END = """
+import os, sys
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
 def torchrun(*args: Path | str) -> subprocess.Popen:
     """Run torchrun ARGS with two ranks of one thread each."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
@@ -299,10 +307,7 @@ for flags in json.load(open({str(home / "runs.json")!r})):
         print(humanline.last_line(run))
 {after}
 torch.distributed.destroy_process_group()
-sys.stdout.flush()
-# Of a sharded model torch keeps the group's threads; one that outlives the interpreter can abort it.
-os._exit(0)
-""")
+{END}""")
     process = torchrun(home / "driver.py")
     output, error = process.communicate(timeout=600)
     assert process.returncode == 0, error[-3000:]

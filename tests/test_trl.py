@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, rows_of
+from conftest import END, ROOT, rows_of, torchrun
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.needs("trl")
@@ -23,7 +23,6 @@ from trl.trainer import grpo_trainer
 
 import humanline
 import plain
-from test_ranks import END, torchrun
 from test_trl_agreement import EPS, LR, NORM, copy_of, distance, settings
 
 sys.path.append(str(ROOT / "configs"))
