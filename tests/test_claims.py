@@ -147,8 +147,8 @@ def pretend_real(run: real.Run) -> dict:
     reward = level - 0.05 * abs(math.log2(run.lr / best)) - 0.01 * run.k + 0.001 * run.seed % 0.01
     measured = dict(reward=reward, greedy=reward, kl=3.0, length=20.0, distinct=0.8)
     sample = dict(prompt="Why?", completion="So.", reward=1.0)
-    return dict(device="CPU", torch="2", validation=[0.1, reward], validation_kl=[0.0, 3.0], best_step=64, seconds=9,
-                drawing=0, test=measured, best=measured, samples=[sample] * 3)
+    return dict(device="CPU", torch="2", steps=[0, 64], validation=[0.1, reward], validation_kl=[0.0, 3.0], best_step=64,
+                seconds=9, drawing=0, test=measured, best=measured, samples=[sample] * 3)
 
 
 def test_a_form_is_tested_when_its_tuning_is_complete_one_rate_further_at_the_edge():
@@ -241,7 +241,7 @@ def test_the_chain_from_tuning_over_the_test_to_the_page(small_real):
     compared = [decide.Compared("checked", loss) for loss in real.FORMS]
     text = decide.page("checked", compared, decide.decide_task(compared))
     assert "| humanline | 0.0" in text or "| humanline | 3e-2" in text or "| humanline | 6e-2" in text
-    assert "**Incomplete.**" in text and "| KTO |  |" in text  # KTO and GRPO were not run
+    assert "Runs are missing of" in text and "| KTO |  |" in text  # KTO and GRPO were not run
     assert [run for run, outcome in compared[0].known.items() if "is_shown" not in outcome] == []
 
 
@@ -296,23 +296,23 @@ def made_up(share: float, gap: float, seeds: int = 8, spread: float = 0.01) -> d
 
 
 @pytest.mark.parametrize("rewards, outcome", [
-    (made_up(0.9, 0.2), "confirmed"),
-    (made_up(0.1, 0.2), "refuted"),
-    (made_up(0.5, 0.2), "not decided; eight more seeds"),
-    (made_up(0.5, 0.2, seeds=16), "not decided"),
+    (made_up(0.9, 0.2), "held"),
+    (made_up(0.1, 0.2), "not here"),
+    (made_up(0.5, 0.2), "undecided; eight more seeds"),
+    (made_up(0.5, 0.2, seeds=16), "undecided"),
     (made_up(0.9, 0.02), "no gap here, the claim cannot be tested"),
     (made_up(0.9, 0.2, spread=0.2), "no gap here, the claim cannot be tested"),
     (None, "incomplete")])
 def test_the_rule_decides_each_loss(rewards, outcome):
     decisions = decide.decide({"dpo": rewards, "kto": made_up(0.9, 0.2)})
-    assert decisions["dpo"]["outcome"] == outcome and decisions["kto"]["outcome"] == "confirmed"
+    assert decisions["dpo"]["outcome"] == outcome and decisions["kto"]["outcome"] == "held"
 
 
 def test_parity_asks_for_equivalence_and_not_for_a_large_share():
     near, far = made_up(0.99, 0.2, spread=0.005), made_up(0.8, 0.2, spread=0.005)
     decisions = decide.decide({"dpo": near, "kto": far})
     assert decisions["dpo"]["p_parity"] < 0.05 < decisions["kto"]["p_parity"]
-    assert [decision["outcome"] for decision in decisions.values()] == ["confirmed", "confirmed"]
+    assert [decision["outcome"] for decision in decisions.values()] == ["held", "held"]
 
 
 def test_holms_method_counts_both_losses():
@@ -321,9 +321,47 @@ def test_holms_method_counts_both_losses():
     rewards = np.full(8, 0.6), 0.7157 + wave, 0.8 + slow_wave
     p = decide.weigh(*rewards)["p_half"]
     assert 0.005 < p < 0.01  # enough for one loss, too little for one of two
-    assert decide.decide({"dpo": rewards})["dpo"]["outcome"] == "confirmed"
-    assert decide.decide({"dpo": rewards, "kto": None})["dpo"]["outcome"] == "not decided; eight more seeds"
-    assert decide.decide({"dpo": rewards, "kto": made_up(0.9, 0.2)})["dpo"]["outcome"] == "confirmed"
+    assert decide.decide({"dpo": rewards})["dpo"]["outcome"] == "held"
+    assert decide.decide({"dpo": rewards, "kto": None})["dpo"]["outcome"] == "undecided; eight more seeds"
+    assert decide.decide({"dpo": rewards, "kto": made_up(0.9, 0.2)})["dpo"]["outcome"] == "held"
+
+
+def on_the_way(seeds: int = 8) -> decide.Compared:
+    """A decided loss whose plain form reaches 0.9 and falls back, humanline the same but more slowly, and online stays."""
+    ways = {"plain": ([0.1, 0.9, 0.6], [0.0, 6.0, 15.0]), HUMANLINE: ([0.1, 0.7, 0.9], [0.0, 3.0, 6.0]),
+            "online": ([0.1, 0.99, 0.99], [0.0, 9.0, 9.0])}
+    noise = np.random.default_rng(0).normal(0, 0.01, (3, seeds))
+    one = object.__new__(decide.Compared)
+    one.task, one.loss, one.seeds, one.tests = "checked", "dpo", seeds, {}
+    for (form, (rewards, distances)), noises in zip(ways.items(), noise):
+        one.tests[form] = {
+            seed: dict(steps=[0, 32, 64], validation=[reward + noises[seed - 1] for reward in rewards],
+                       validation_kl=distances, test=dict(reward=rewards[-1] + noises[seed - 1]))
+            for seed in range(1, seeds + 1)}
+    return one
+
+
+def test_the_share_of_the_gap_depends_on_the_step_where_two_forms_are_on_one_curve():
+    doubts = on_the_way().doubts()
+    early, late = (doubts["share_at"][step] for step in (32, 64))
+    assert early[0] == pytest.approx(-0.2 / 0.09, rel=0.2) and late[0] == pytest.approx(0.3 / 0.39, rel=0.05)
+    at = doubts["equally_far"]["5 to 8"]
+    assert (at["plain"], at[HUMANLINE], at["online"]) == (pytest.approx(0.9, abs=0.01), pytest.approx(0.9, abs=0.01), None)
+    assert abs(at["difference"]["mean"]) < 0.03
+    assert doubts["equally_far"]["12 to 20"]["difference"] is None and doubts["equally_far"]["20 and more"]["plain"] is None
+    one = on_the_way()
+    last = [run["validation"][-1] for run in one.tests["plain"].values()]
+    assert doubts["tuning_error"]["plain"] == pytest.approx(np.std(last, ddof=1))
+    one.seeds = None
+    assert one.doubts() is None
+
+
+def test_the_page_of_a_decision_opens_with_it_and_says_what_it_hangs_on():
+    text = "\n".join(decide.doubt_tables("checked", {"dpo": on_the_way().doubts()}))
+    assert "| share of the gap after | step 32 | step 64 |" in text and "| DPO | 5 to 8 | 0.9" in text
+    page = (CLAIMS / "real-checked.md").read_text()
+    assert page.splitlines()[2].startswith("**DPO: not here. KTO: not here.**")
+    assert page.index("## What the decision hangs on") < page.index("## The rule") < page.index("## Settings")
 
 
 def test_the_page_grows_with_the_runs_and_reads_every_one(tmp_path, monkeypatch):
@@ -336,7 +374,7 @@ def test_the_page_grows_with_the_runs_and_reads_every_one(tmp_path, monkeypatch)
             compared = decide.read_tasks()["checked"]
             text = decide.page("checked", compared, decide.decide_task(compared))
             assert unread_real(compared) == []
-    assert f"{len(known)} runs of" in text and "Incomplete" not in text
+    assert f"{len(known)} runs of" in text and "Runs are missing" not in text
     [cell] = reproduce.taper_cells_of_smollm2(compared[2])  # all neighbours end alike: the first one
     assert (cell["neighbour"], cell["seeds"]) == ("better alone", 3) and cell["mean"] == pytest.approx(-0.11)
     row = reproduce.methods_table([], compared).splitlines()[4]
@@ -557,7 +595,7 @@ def test_the_pages_are_those_that_the_stored_runs_give(everything):
 def test_the_figures_are_drawn(everything, tmp_path):
     everything.draw(tmp_path)
     made = {path.name for path in tmp_path.iterdir()}
-    assert {"two-digits.png", "mechanism.png", "gap.png", "real.png"} <= made
+    assert {"two-digits.png", "mechanism.png", "gap.png", "real.png", "real-checked.png"} <= made
     assert [name for name in made if not (CLAIMS / name).exists()] == []
 
 
@@ -600,15 +638,120 @@ def test_metrics_are_read_under_the_names_of_today(tmp_path):
     assert outcome["clip_fraction_low"] == [0.1] and outcome["clamped_low"] == [0.2] and "clip_low" not in outcome
 
 
-@pytest.mark.parametrize("text, least", [(ROOT / "README.md", 12), (CLAIMS / "report.md", 12)], ids=["readme", "report"])
-def test_the_figures_of_the_texts_are_those_of_the_pages(text, least):
+def test_one_family_of_tests_is_one_claim_and_one_loss(everything):
+    families = {}
+    for verdict in everything.verdicts:
+        families.setdefault((verdict["claim"], verdict["loss"]), []).append(verdict)
+    assert sorted(map(len, families.values())) == [3, 3, 3, 3, 5, 5, 5]
+    for family in families.values():
+        assert [one["p_asked_holm"] for one in family] == reproduce.holm([one["p_asked"] for one in family])
+        for one in family:
+            is_better = reproduce.BETTER in one["claim"]
+            if one["outcome"] == "held":
+                assert one["p_asked_holm"] < 0.05 and (one["mean"] > 0 or not is_better)
+            if one["outcome"] == "not here":
+                assert one["p_against_holm"] < 0.05 and (one["mean"] < 0 if is_better else abs(one["mean"]) > 0.02)
+    of_grpo = [one["outcome"] for one in families[f"{HUMANLINE} is {reproduce.BETTER} plain", "GRPO"]]
+    assert of_grpo == ["undecided", "held", "held", "held", "held"]
+
+
+TEXTS = {"README.md": ROOT} | {f"{name}.md": CLAIMS for name in ("report", "neighbours", "how")}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_intervals_in_the_texts_are_those_of_the_pages(name):
     plain = lambda path: re.sub(r"[\s%+]", "", path.read_text(encoding="utf-8").replace("\N{MINUS SIGN}", "-"))
-    pages = "".join(plain(CLAIMS / name) for name in ("two-digits.md", "five-sorted.md", "six-digits.md", "verdicts.md", "real.md", "real-checked.md"))
-    tables = re.compile("<!--[a-z]+-->.*?<!---->")  # of the report, which reproduce.py fills
-    pages += "".join(tables.findall(plain(CLAIMS / "report.md")))
-    figures = re.findall(r"-?0\.\d{3}±0\.\d{3}|-?\d+\[-?\d+,-?\d+\]", tables.sub("", plain(text)))
-    assert len(figures) >= least
+    pages = "".join(plain(CLAIMS / page) for page in ("two-digits.md", "five-sorted.md", "six-digits.md", "verdicts.md", "real.md", "real-checked.md"))
+    figures = re.findall(r"-?0\.\d{3}±0\.\d{3}|-?\d+\[-?\d+,-?\d+\]", plain(TEXTS[name] / name))
     assert [figure for figure in figures if figure not in pages] == []
+
+
+VERDICTS = "held", "partly", "not here", "undecided"
+
+
+def verdict_rows(text: str) -> list[list[str]]:
+    """The rows of a table, without emphasis, that have a verdict in their second cell."""
+    rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    return [row for row in rows if len(row) > 2 and row[1] in VERDICTS]
+
+
+def test_the_verdicts_of_report_and_readme_are_those_that_are_computed(everything):
+    answers = {one["claim"]: (one["verdict"], one["number"]) for one in everything.answers}
+    of_report, of_readme = (verdict_rows(path.read_text()) for path in (CLAIMS / "report.md", ROOT / "README.md"))
+    assert [row[0] for row in of_report] == list(answers)
+    for claim, verdict, number, *_ in of_report + of_readme:
+        assert (verdict, number.replace("*", "")) == (answers[claim][0], answers[claim][1].replace("*", ""))
+
+
+def prose_of(path) -> str:
+    """A Markdown text without tables and comments."""
+    text = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("|"))
+    return re.sub("<!--.*?-->", "", text)
+
+
+def test_the_report_is_short():
+    prose = prose_of(CLAIMS / "report.md")
+    words, numbers = len(prose.split()), len(re.findall(r"\d[\d.,]*", re.sub(r"\]\([^)]*\)", "]", prose)))
+    assert words <= 900 and numbers <= 0.08 * words
+
+
+def test_what_the_report_says_in_numbers_is_computed(everything):
+    prose = " ".join(prose_of(CLAIMS / "report.md").split())
+    checked = {one.loss: one for one in everything.compared["checked"]}
+    decisions = everything.decisions["checked"]
+    doubts = {loss: checked[loss].doubts() for loss in decide.DECIDED}
+    assert [decisions[loss]["outcome"] for loss in decide.DECIDED] == ["not here", "not here"]
+    grpo = {(cell.task, cell.loss): everything.smollm2[cell.task, cell.loss] for cell in everything.cells}
+    no_clip = {task: grpo[task, "grpo"][NO_CLIP]["share_of_gap"][0] for task in first_real.TASKS}
+    errors = [doubts[loss]["tuning_error"][form] for loss in decide.DECIDED for form in ("plain", HUMANLINE)]
+    shares = [doubts["dpo"]["share_at"][step][0] for step in (32, 64)]
+    at_highest = checked["grpo"].facts()
+    assert checked["grpo"].settings["plain"][0] == checked["kto"].settings["plain"][0] == 8e-5
+    assert checked["dpo"].settings[HUMANLINE][1] == checked["kto"].settings[HUMANLINE][1] == max(real.OTHER_KS) == 16
+    said = [
+        f"humanline ended {at_highest[HUMANLINE]['minus_plain']['mean']:.3f} above plain",
+        f"closes {no_clip['sentiment']:.0%} of the gap on *sentiment*", f"and {no_clip['checked']:.0%} on *checked*",
+        f"DPO closed {decisions['dpo']['share'][0]:.0%}; KTO ended below plain",
+        f"differ by chance by {min(errors):.2f} to {max(errors):.2f}",
+        f"DPO closes {shares[0]:.0%} of the gap at step 32, and {shares[1]:.0%} at step 64",
+        f"k {max(real.OTHER_KS)} (DPO, KTO) and the rate 8e-5 (plain GRPO and KTO) are the largest",
+        "less than 4% of the tokens", "out of [0.8, 1.2]", "From 8 nats on", "overshoots within 16 steps",
+        "Nothing above 135 M parameters", "SmolLM2-135M", "SmolLM2", "pass@1", "temperature 1", "95% intervals",
+        "k 1 ended above plain", "at β 1", "at 8B", "in bf16", "the ratio back to 1",
+    ]
+    for words in said:
+        assert words in prose, words
+        prose = prose.replace(words, "")
+    assert re.findall(r"\S*\d\S*", re.sub(r"\]\([^)]*\)", "]", prose)) == []  # nothing else is a figure
+    assert decisions["kto"]["share"][0] < 0
+    assert {form: round(shares_at[0], 2) for form, shares_at in doubts["dpo"]["share_at"].items()} == {
+        16: -0.65, 32: 0.61, 48: 0.36, 64: 0.01}
+    for loss, bins in ((loss, found["equally_far"].values()) for loss, found in doubts.items()):
+        far = [at for at in list(bins)[2:] if at["online"] is not None]
+        assert all(at["online"] > max(at["plain"], at[HUMANLINE]) for at in far)
+        if loss == "dpo":
+            differences = [at["difference"] for at in bins if at["difference"]]
+            assert len(differences) == 4 and all(one["low"] < 0 < one["high"] for one in differences)
+    steps, rewards, distances = checked["kto"].on_the_way()
+    plain = distances[0].mean(0)
+    assert steps[1] == 16 and plain[1] > max(plain[2:]) and rewards[0].mean(0)[1] < min(rewards[0].mean(0)[2:])
+    plain, ours = at_highest["plain"], at_highest[HUMANLINE]
+    assert 0.75 < plain["kl"][0] / ours["kl"][0] < 1 and plain["reward"][0] < ours["reward"][0] / 2
+    long_sums = everything.tasks[2]
+    for form, of_humanline in itertools.product(("plain", HUMANLINE), (False, True)):
+        chosen = long_sums.forms["grpo", HUMANLINE]
+        lr = chosen.lr if of_humanline else long_sums.forms["grpo", "plain"].lr
+        assert reproduce.stopped(long_sums, form, lr, chosen.k if form == HUMANLINE else 0).max() < 0.04
+    for tuned in everything.tasks[:2]:  # where a sync does lower it
+        chosen = tuned.forms["grpo", HUMANLINE]
+        plain, ours = (reproduce.stopped(tuned, form, chosen.lr, k) for form, k in (("plain", 0), (HUMANLINE, chosen.k)))
+        assert (plain - ours).max() > 0.04
+    alone = [everything.tasks[i].compare("grpo", "sync alone", "plain") for i in range(3)]
+    assert all(p < 0.05 for p in reproduce.holm([one["p"] for one in alone]))
+    [sentiment] = [cell for cell in everything.cells if (cell.task, cell.loss) == ("sentiment", "dpo")]
+    ends = {form: run[f"reward {first_real.LAST}"] for form, run in sentiment.tuning.items()}
+    offline = {form: reward for form, reward in ends.items() if form.name in ("plain", HUMANLINE)}
+    assert max(offline, key=offline.get).k == 1
 
 
 def test_what_the_texts_say_of_rates_and_syncs_holds(everything):
@@ -640,15 +783,15 @@ def test_what_the_texts_say_of_rates_and_syncs_holds(everything):
         ("checked", 7, "online"), ("checked", 8, "online"), ("checked", 8, NO_CLIP)]
     assert [(task.steps - 1) // tuned.forms["dpo", HUMANLINE].k for tuned in everything.tasks
             for task in [reproduce.TASKS[tuned.name]]] == [1, 1, 1]
-    measures = re.findall(r"(GRPO|DPO|KTO), humanline − ([a-z, ]+) \| (.*)", (CLAIMS / "report.md").read_text())
-    sure = {(loss, other): sum(abs(float(mean)) > float(half) and (float(mean) > 0) == (other != "online")
-                               for mean, half in re.findall(r"([+-][\d.]+) ± ([\d.]+)", cells))
-            for loss, other, cells in measures}
-    assert [sure["GRPO", other] for other in ("plain", "plain, greedy")] == [4, 2]
-    assert [sure[loss, "online"] for loss in ("GRPO", "DPO", "KTO")] == [3, 5, 4]
-    assert [(verdict["loss"], verdict["task"]) for verdict in everything.verdicts if verdict["outcome"] == "holds"
-            and reproduce.BETTER in verdict["claim"]] == [("GRPO", "five-sorted")]
-    greedy = np.mean([run["greedy"][-1] for run in sorting.forms["grpo", "plain"].runs.values()])
-    assert f"{greedy:.3f}" == "0.997"
+    sure = {}  # differences from 0 in the direction that the texts speak of, and those that the correction leaves
+    for loss, (words, other, at) in itertools.product(FORMS_OF, reproduce.MEASURES):
+        found = reproduce.family(everything.tasks, everything.on_smollm2, loss, other, at).values()
+        sign = 1 if other == "plain" else -1
+        sure[loss, words] = [sum(sign * one["mean"] > 0 and p < 0.05 for one, p in some)
+                             for some in ([(one, one["p"]) for one, _ in found], found)]
+    plain, greedily, online = (reproduce.MEASURES[i][0] for i in (0, 2, 3))
+    assert [sure["grpo", words] for words in (plain, greedily)] == [[4, 4], [2, 0]]
+    assert [sure[loss, online] for loss in FORMS_OF] == [[3, 1], [5, 3], [4, 4]]
+    assert [sure[loss, plain][1] for loss in ("dpo", "kto")] == [0, 0]
     lost = reproduce.collapsed(list(sorting.forms["grpo", "better alone, synced"].runs.values()), "test")
     assert lost == [0, 1, 5]

@@ -32,7 +32,11 @@ LEAST_GAP = 0.03  # of the reward: a gap that may be smaller cannot be tested
 PARITY = 0.03  # of the reward: what is less does not count
 LEVELS = {8: 0.01, 16: 0.04}  # of the intervals and tests of the share, by the number of seeds
 DECIDED = "dpo", "kto"
-NEEDS_MORE = "not decided; eight more seeds"
+COMPARED = "plain", "humanline", "online"  # the forms that the rule reads
+DISTANCES = 2, 5, 8, 12, 20  # nats from the base: the ranges in which rewards are compared
+HELD, NOT_HERE, UNDECIDED = "held", "not here", "undecided"
+NEEDS_MORE = f"{UNDECIDED}; eight more seeds"
+NO_GAP = "no gap here, the claim cannot be tested"
 
 class Compared:
     """The stored runs of a task and a loss, and the forms whose tuning is complete."""
@@ -97,6 +101,45 @@ class Compared:
         is_between = form not in ("plain", "online")
         return share_of_gap(*rewards) if rewards and len(rewards[0]) > 1 and is_between else None
 
+    def on_the_way(self) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """The steps at which all COMPARED forms were measured on the validation prompts, and their rewards and KL to the base
+        there: (forms, seeds, steps), of the seeds that all have."""
+        tests = [self.tests[form] for form in COMPARED]
+        seeds = sorted(set.intersection(*map(set, tests)))
+        steps = sorted(set.intersection(*(set(runs[seed]["steps"]) for runs in tests for seed in seeds)))
+        at_steps = lambda run, what: [run[what][run["steps"].index(step)] for step in steps]
+        rewards, distances = (
+            np.array([[at_steps(runs[seed], what) for seed in seeds] for runs in tests])
+            for what in ("validation", "validation_kl")
+        )
+        return steps, rewards, distances
+
+    def doubts(self) -> dict | None:
+        """How much the decision hangs on the step at which the forms stop, on how far they travel, and on the few seeds of
+        tuning; None where there is no decision."""
+        if not final_rewards(self):
+            return None
+        steps, rewards, distances = self.on_the_way()
+        share_at, equally_far = {}, {}
+        for i, step in enumerate(steps[1:], start=1):
+            plain, ours, online = rewards[..., i]
+            has_gap = compare(online, plain)["low"] > 0
+            share_at[step] = share_of_gap(plain, ours, online) if has_gap else None
+        for low, high in itertools.pairwise((*DISTANCES, np.inf)):
+            is_there = (low <= distances) & (distances < high)
+            plain, ours, online = (  # of each form, a mean for each seed that was there
+                np.array([some[there].mean() for some, there in zip(*of_form) if there.any()])
+                for of_form in zip(rewards, is_there)
+            )
+            is_enough = min(len(plain), len(ours)) > 1
+            difference = compare(ours, plain, paired=False) if is_enough else None
+            means = [float(some.mean()) if len(some) else None for some in (plain, ours, online)]
+            name = f"{low} to {high}" if high < np.inf else f"{low} and more"
+            equally_far[name] = dict(zip(COMPARED, means), difference=difference)
+        # Two means of two seeds each differ by chance by sd * sqrt(1/2 + 1/2): the spread over seeds.
+        spread = [float(of_form[:, -1].std(ddof=1)) for of_form in rewards]
+        return dict(share_at=share_at, equally_far=equally_far, tuning_error=dict(zip(COMPARED, spread)))
+
     def facts(self) -> dict[str, dict]:
         """What the page says of each form that has been tested."""
         found = {}
@@ -136,12 +179,13 @@ def read_tasks() -> dict[str, list[Compared]]:
 Rewards = tuple[np.ndarray, np.ndarray, np.ndarray]  # of plain, humanline and online, over the same seeds
 
 RULE = f"""The gap is online − plain, paired by seed. Where the lower end of its 95% interval is below {LEAST_GAP},
-there is no gap to test the claim on. Else the claim, that humanline closes more than half of the gap, is confirmed
-where Fieller's interval of the share lies wholly above one half, and refuted where it lies wholly below. If neither,
-eight more seeds are run, once; therefore the level is {LEVELS[8]} with eight seeds and {LEVELS[16]} with sixteen. *p of
-one half*: a paired t test of humanline against the mean of plain and online, by Holm's method over DPO and KTO; it must
-be below the level, too. *Parity*: whether two one-sided tests say that humanline is within {PARITY} of online (Holm's
-p). A loss without a gap, or with missing runs, counts p = 1."""
+there is no gap to test the claim on. Else the claim, that humanline closes more than half of the gap, has *{HELD}*
+where Fieller's interval of the share lies wholly above one half, and is said to be *{NOT_HERE}* where it lies wholly below
+(when the rule was written: *confirmed* and *refuted*). If neither, eight more seeds are run, once; therefore the level is
+{LEVELS[8]} with eight seeds and {LEVELS[16]} with sixteen. *p of one half*: a paired t test of humanline against the mean
+of plain and online, by Holm's method over DPO and KTO; it must be below the level, too. *Parity*: whether two one-sided
+tests say that humanline is within {PARITY} of online (Holm's p). A loss without a gap, or with missing runs, counts
+p = 1."""
 
 def decide(rewards: dict[str, Rewards | None]) -> dict[str, dict]:
     """Apply the rule to the final test rewards of each loss; None where fewer than eight seeds are complete."""
@@ -179,20 +223,20 @@ def outcome_of(decision: dict) -> str:
     if not decision:
         return "incomplete"
     if not decision["has_gap"]:
-        return "no gap here, the claim cannot be tested"
+        return NO_GAP
     _, low, high = decision["share"]
     if decision["p_half"] < decision["level"] and low > 0.5:
-        return "confirmed"
+        return HELD
     if decision["p_half"] < decision["level"] and high < 0.5:
-        return "refuted"
-    return NEEDS_MORE if decision["seeds"] < max(LEVELS) else "not decided"
+        return NOT_HERE
+    return NEEDS_MORE if decision["seeds"] < max(LEVELS) else UNDECIDED
 
 def decide_task(compared: list[Compared]) -> dict[str, dict]:
     return decide({one.loss: final_rewards(one) for one in compared if one.loss in DECIDED})
 
 def final_rewards(compared: Compared) -> Rewards | None:
     """The rewards that the rule reads: of all sixteen seeds, or else of the first eight. None if any is missing."""
-    rewards = compared.rewards("test", *real.FORMS[compared.loss])
+    rewards = compared.rewards("test", *COMPARED)
     return tuple(rewards) if compared.seeds and rewards else None
 
 # ---------- The page ----------------------------------------------------------------------------------------
@@ -220,19 +264,24 @@ def page(task: str, compared: list[Compared], decisions: dict[str, dict]) -> str
             number = real.count_missing(task, one.loss, one.known, seeds)
             names = ", ".join(f"*{form}*" for form in sorted(forms))
             incomplete.append(f"{one.loss.upper()}: {names} (some {number})")
+    outcomes = " ".join(f"{loss.upper()}: {decision['outcome']}." for loss, decision in decisions.items())
     text = [
         f"# SmolLM2 on *{task}*: does humanline reach online?",
-        f"{count} runs of [real.py](real.py).",
+        f"**{outcomes}** The claim is that humanline closes more than half of the gap between plain and online.",
+        decision_table(decisions),
     ]
+    doubts = {one.loss: one.doubts() for one in compared if one.loss in DECIDED}
+    text += doubt_tables(task, {loss: found for loss, found in doubts.items() if found})
+    text += ["## The rule, fixed before the runs", RULE]
+    text += ["## Settings", f"{count} runs of [real.py](real.py).", setting_table(task, compared)]
     if incomplete:
         text.append(
-            f"**Incomplete.** Runs are missing of {'; '.join(incomplete)}. "
-            "No form is tested before its tuning is complete."
+            f"Runs are missing of {'; '.join(incomplete)}. No form is tested before its tuning is complete."
         )
     waiting = shown(itertools.chain(*(one.waiting for one in compared)))
     if waiting:
         text.append(f"Stored runs of seeds from 9 on, which count once all of them are there: {len(waiting)}.")
-    text += [setting_table(task, compared), "## Decision", RULE, decision_table(decisions), "## Tests", HOW]
+    text += ["## Tests", HOW]
     for one in compared:
         facts = one.facts()
         table = form_table(facts) if facts else "No form has been tuned and tested yet."
@@ -242,6 +291,46 @@ def page(task: str, compared: list[Compared], decisions: dict[str, dict]) -> str
     if samples:
         text += ["## What the final models write to test prompts (the first seed)", "\n".join(samples)]
     return "\n\n".join(text) + "\n"
+
+def doubt_tables(task: str, doubts: dict[str, dict]) -> list[str]:
+    """The section on how much the decision hangs on the stopping step, on the distance, and on the tuning seeds."""
+    if not doubts:
+        return []
+    steps = list(next(iter(doubts.values()))["share_at"])
+    no_gap = lambda share: show_share(share) or "no clear gap"
+    shares = [[loss.upper(), *map(no_gap, found["share_at"].values())] for loss, found in doubts.items()]
+    reward = lambda mean: "" if mean is None else f"{mean:.3f}"
+    by_welch = lambda difference: show_difference(difference).removesuffix(", not paired")
+    rows = [
+        [loss.upper(), nats, *(reward(at[form]) for form in COMPARED), by_welch(at["difference"])]
+        for loss, found in doubts.items()
+        for nats, at in found["equally_far"].items()
+    ]
+    errors = [[loss.upper(), *(reward(found["tuning_error"][form]) for form in COMPARED)] for loss, found in doubts.items()]
+    forms = " | ".join(COMPARED)
+    return [
+        "## What the decision hangs on",
+        f"![reward against KL to the base, with the steps marked](real-{task}.png)",
+        ABOUT_PICTURE,
+        f"**The step at which all forms stop.** {ABOUT_STEPS}",
+        markdown(f"| share of the gap after | {' | '.join(f'step {step}' for step in steps)} |", shares),
+        f"**How far a form travels.** {ABOUT_DISTANCES}",
+        markdown(f"| loss | KL to the base, nats | {forms} | humanline − plain |", rows),
+        f"**Two tuning seeds.** {ABOUT_TUNING}",
+        markdown(f"| standard error | {forms} |", errors),
+    ]
+
+ABOUT_PICTURE = """*Validation prompts. A faint dot is a test seed at a step; lines join the means over seeds, and numbers are
+steps.*"""
+
+ABOUT_STEPS = """The decision reads the test prompts after the last step. On the validation prompts, which were measured on
+the way, with Fieller's 95% interval:"""
+
+ABOUT_DISTANCES = """Mean validation reward of the runs while they were in a range of KL to their base, each seed counted once
+in it; the difference is by Welch's test, because not every seed was in each range with both forms."""
+
+ABOUT_TUNING = """The rate and k were chosen by the mean of two seeds after the last step (tables below). Two such means differ
+by chance by this much, judged by the spread over the test seeds:"""
 
 def setting_table(task: str, compared: list[Compared]) -> str:
     prompts = {split: count * len(real.TEMPLATES[task]) for split, count in real.TOPICS.items()}
@@ -359,16 +448,16 @@ def tuning_table(compared: Compared) -> str:
 
 def way_table(compared: Compared) -> str:
     """Reward and KL on the validation prompts on the way, means over the test seeds."""
-    rows = []
+    rows, steps = [], ()
     for form, runs in compared.tests.items():
         if runs:
+            steps = next(iter(runs.values()))["steps"]
             rewards = np.mean([run["validation"] for run in runs.values()], axis=0)
             distances = np.mean([run["validation_kl"] for run in runs.values()], axis=0)
             rows.append([form, *(f"{reward:.3f} at {kl:.1f}" for reward, kl in zip(rewards, distances))])
     if not rows:
         return ""
-    steps = " | ".join(f"step {step}" for step in range(0, real.STEPS + 1, real.EVERY))
-    table = markdown(f"| validation: reward at KL, nats | {steps} |", rows)
+    table = markdown(f"| validation: reward at KL, nats | {' | '.join(f'step {step}' for step in steps)} |", rows)
     return f"Reward against the distance from the base on the way, means over the seeds.\n\n{table}"
 
 def sample_lines(compared: Compared) -> Iterator[str]:

@@ -210,11 +210,13 @@ def task_page(tuned: Tuned, facts: dict[str, dict]) -> str:
         text += [
             HOW,
             remade_bases(tuned),
-            f"![pass@1 against steps at two learning rates and at each form's own setting]({tuned.name}.png)\n\nOne run a line, on "
-            f"tuning base {tuned.tuning[0]}, test half; k is humanline's best, of its validation half. *Best neighbour*: the "
-            "published form that is best on the validation problems of the tuning bases: "
+            f"![pass@1 against steps and against the learning rate, for each loss]({tuned.name}.png)\n\n*Above: each form as "
+            "tuned, the mean over the test bases, test half. Below: where the tuning bases ended, validation half, at each "
+            "learning rate with the best k of the form. Where plain and humanline coincide, the grey line shows at both "
+            "sides of the blue one. Best neighbour: the published form that is best on the validation problems of the "
+            "tuning bases: "
             + ", ".join(f"{loss.upper()} {tuned.best_neighbour(loss)}" for loss in tuned.losses)
-            + ".",
+            + ".*",
         ]
     for loss in tuned.losses:
         table = form_table(facts[loss]) if facts[loss] else "No form has been tuned and tested yet."
@@ -331,16 +333,22 @@ def ratio_clip(tasks: list[Tuned], smollm2: list[first_real.Stored]) -> str:
     return markdown("| task | difference | last step | best measurements |", rows)
 
 def stopped_table(tasks: list[Tuned]) -> str:
-    """Tokens that GRPO's own clip stops on the first tuning base, at the rate that tuning chose for humanline."""
+    """Tokens that GRPO's own clip stops on the first tuning base, at the rates that tuning chose for humanline and for
+    plain."""
     rows = []
     for tuned in tasks:
-        chosen = tuned.forms["grpo", HUMANLINE]
-        for form, k in ("plain", 0), (HUMANLINE, chosen.k):
-            run = tuned.known[Run(tuned.name, "grpo", form, chosen.lr, k, tuned.tuning[0])]
-            shares = np.add(run["clip_fraction_low"], run["clip_fraction_high"])
-            settings = show_settings(chosen.lr, k)
+        k = tuned.forms["grpo", HUMANLINE].k
+        rates = dict.fromkeys(tuned.forms["grpo", form].lr for form in (HUMANLINE, "plain"))
+        for lr, (form, k) in itertools.product(rates, (("plain", 0), (HUMANLINE, k))):
+            shares = stopped(tuned, form, lr, k)
+            settings = show_settings(lr, k)
             rows.append([IN_FIGURES[tuned.name], form, settings, ", ".join(f"{100 * share:.1f}" for share in shares)])
     return markdown("| task | form | lr, k | % of tokens stopped, from measurement to measurement |", rows)
+
+def stopped(tuned: Tuned, form: str, lr: float, k: int, clip: str = "clip_fraction") -> np.ndarray:
+    """The share of tokens that a clip stops between measurements, with GRPO on the first tuning base."""
+    run = tuned.known[Run(tuned.name, "grpo", form, lr, k, tuned.tuning[0])]
+    return np.add(run[f"{clip}_low"], run[f"{clip}_high"])
 
 class SmolLM2:
     """Humanline on a task of SmolLM2: the runs that decide the claim, where they are there, or else the first ones."""
@@ -363,6 +371,7 @@ class SmolLM2:
 
 EVERY_64 = "every 64 steps, "
 BETTER, NEAR = "better than", f"within {MARGIN} of"
+PARTLY = "partly"
 CLAIMS = (  # a form, the other, and what is asked of their difference
     (HUMANLINE, "plain", BETTER),
     (HUMANLINE, "online", NEAR),
@@ -370,29 +379,31 @@ CLAIMS = (  # a form, the other, and what is asked of their difference
 )
 
 def front_verdicts(tasks: list[Tuned], smollm2: list[SmolLM2]) -> list[dict]:
-    """The verdicts of the front page, each of one loss on one task, with Holm's correction over all of them."""
+    """Verdicts on each task. Holm's correction is for a family: the tasks of one claim and one loss."""
     verdicts = []
     for (form, other, asked), loss in itertools.product(CLAIMS, FORMS_OF):
         found = {tuned.name: tuned.compare(loss, form, other) for tuned in tasks}
         if other == "plain":
-            for one in smollm2:
-                if one.loss == loss:
-                    found[f"SmolLM2, {one.task}"] = one.compare(other)
+            found |= {f"SmolLM2, {one.task}": one.compare(other) for one in smollm2 if one.loss == loss}
+        family = []
         for task, difference in found.items():
             if difference and difference["seeds"] > 1:
-                verdict = dict(
-                    claim=f"{form} is {asked} {other}", loss=loss.upper(), task=task, **difference
-                )
-                verdict["p_asked"] = difference["p" if asked == BETTER else "p_same"]
-                verdicts.append(verdict)
-    adjusted = holm([verdict["p_asked"] for verdict in verdicts])
-    for verdict, p in zip(verdicts, adjusted):
-        is_better = BETTER in verdict["claim"]
-        margin = 0 if is_better else MARGIN
-        holds = p < 0.05 and (verdict["mean"] > 0 or not is_better)
-        fails = verdict["high"] < -margin or (verdict["low"] > margin and not is_better)
-        verdict["holm"] = p
-        verdict["outcome"] = "holds" if holds else "does not hold" if fails else "not decided"
+                p_asked, p_against = difference["p"], difference["p"]
+                if asked == NEAR:
+                    p_asked, p_against = difference["p_same"], min(1.0, 2 * (1 - difference["p_same"]))
+                claim = f"{form} is {asked} {other}"
+                family.append(dict(claim=claim, loss=loss.upper(), task=task, **difference))
+                family[-1] |= dict(p_asked=p_asked, p_against=p_against)
+        for name in "p_asked", "p_against":
+            for verdict, p in zip(family, holm([verdict[name] for verdict in family])):
+                verdict[f"{name}_holm"] = p
+        for verdict in family:
+            mean = verdict["mean"]
+            is_for, is_against = (mean > 0, mean < 0) if asked == BETTER else (True, abs(mean) > MARGIN)
+            holds = is_for and verdict["p_asked_holm"] < 0.05
+            fails = is_against and verdict["p_against_holm"] < 0.05
+            verdict["outcome"] = decide.HELD if holds else decide.NOT_HERE if fails else decide.UNDECIDED
+        verdicts += family
     return verdicts
 
 def taper_rule(tasks: list[Tuned]) -> dict:
@@ -445,10 +456,11 @@ def prior_rule(tasks: list[Tuned]) -> dict:
         cells=cells, tasks_left=left, outcome="stays" if needed else "open" if left else "goes"
     )
 
-ABOUT_VERDICTS = f"""p-values are corrected by Holm's method for all of these verdicts. *Better than*: a two-sided t
-test over seeds. *Within {MARGIN} of*: two one-sided t tests, which ask whether the difference is smaller than {MARGIN} in
-both directions; five bases cannot show it where half of the interval is larger than that. A claim does not hold where
-the 95% interval, without the correction, lies wholly on the other side; else it is not decided."""
+ABOUT_VERDICTS = f"""*Better than*: a two-sided t test over seeds. *Within {MARGIN} of*: two one-sided t tests, which ask
+whether the difference is smaller than {MARGIN} in both directions; five bases cannot show it where half of the interval
+is larger than that. p-values are corrected by Holm's method over a family, which is one claim with one loss on all of
+its tasks. The same holds for the opposite (*{decide.NOT_HERE}*: worse than plain, or more than {MARGIN} away from
+online). What neither shows is *{decide.UNDECIDED}*."""
 
 ABOUT_MEASURES = """Of pass@1 on the tiny models, of the reward on SmolLM2; after the last step. *Best measurements*: each
 run where it was best on the validation problems, as early stopping would have it. *Greedy*: of greedy decoding, not of
@@ -467,19 +479,27 @@ ABOUT_RATIO_CLIP = """Written down before the tuned runs of the small tasks with
 sync alone, were known): if a sync helps GRPO by renewing its ratio clip, plain GRPO without the clip gains as
 much, and a sync adds nothing to it."""
 
-ABOUT_CORRECTED = """Of the differences after the last step, those whose 95% interval lies above or below 0; *corrected*: by
-Holm's method, for those of the row."""
+ABOUT_CORRECTED = """Those differences whose 95% interval lies above or below 0; *corrected*: by Holm's method over the
+tasks of the row."""
 
-ABOUT_STOPPED = """What GRPO's clip stops on the first tuning base, as means between measurements."""
+ABOUT_PARTS = """Humanline's two parts, each alone, on the small tasks; 95% intervals, not corrected for their number. SmolLM2 has no
+run with one part alone."""
+
+ABOUT_MECHANISM = """*GRPO, one run each, on the first tuning base, at the rate that tuning chose for humanline; means between
+measurements.*"""
+
+ABOUT_STOPPED = """What GRPO's clip stops on the first tuning base, as means between measurements, at the rates that tuning chose
+for humanline and for plain. On sums and sorting a sync lowers it; on long sums the sync hardly changes it at either
+rate."""
 
 def verdicts_page(
-    measures: str, corrected: str, clip: str, verdicts: list[dict], taper: dict, prior: dict
+    measures: str, corrected: str, parts: str, clip: str, verdicts: list[dict], taper: dict, prior: dict
 ) -> str:
     columns = lambda cell, *names: [str(cell[name]) for name in names]
     near = lambda cell: [show_difference(cell), f"{cell['p_same']:.2g}"]
     rows = []
     for cell in verdicts:
-        p_values = f"{cell['p_asked']:.2g}", f"{cell['holm']:.2g}"
+        p_values = f"{cell['p_asked']:.2g}", f"{cell['p_asked_holm']:.2g}"
         found = show_difference(cell), str(cell["seeds"]), *p_values, f"**{cell['outcome']}**"
         rows.append([*columns(cell, "claim", "loss", "task"), *found])
     taper_rows = [
@@ -496,13 +516,17 @@ def verdicts_page(
     text = [
         "# Verdicts, tuned against tuned",
         f"{len(verdicts)} verdicts.{left} {ABOUT_VERDICTS}",
-        "![share of the gap between plain and online that humanline closes](gap.png)",
         markdown("| claim | loss | task | difference | seeds | p | Holm's p | verdict |", rows),
         "## All losses by the same measures",
         ABOUT_MEASURES,
         measures,
         ABOUT_CORRECTED,
         corrected,
+        "## The sync and the clip, each alone",
+        ABOUT_PARTS,
+        parts,
+        "![tokens that both clips stop, on three tasks](mechanism.png)",
+        ABOUT_MECHANISM,
         "## GRPO without its ratio clip",
         ABOUT_RATIO_CLIP,
         clip,
@@ -559,26 +583,96 @@ def of_each_task(
         found |= {one.task: one.compare(other, ON_SMOLLM2[at]) for one in smollm2 if one.loss == loss}
     return found
 
+def family(
+    tasks: list[Tuned], smollm2: list["SmolLM2"], loss: str, other: str, at: Callable
+) -> dict[str, tuple[dict, float]]:
+    """Humanline's differences from another form by task, each with its p-value after Holm's correction for all of them."""
+    found = {task: some for task, some in of_each_task(tasks, smollm2, loss, other, at).items() if some}
+    return dict(zip(found, zip(found.values(), holm([difference["p"] for difference in found.values()]))))
+
 def corrected_table(tasks: list[Tuned], smollm2: list["SmolLM2"]) -> str:
-    """Which of humanline's differences lie above and below 0, before and after Holm's correction for their number."""
+    """Which of humanline's differences lie above and below 0, before and after Holm's correction over a family."""
     rows = []
-    for other, losses in ("plain", FORMS_OF), ("plain", ["grpo"]), ("online", FORMS_OF):
-        found = {
-            (loss, task): difference
-            for loss in losses
-            for task, difference in of_each_task(tasks, smollm2, loss, other).items()
-            if difference
-        }
-        adjusted = holm([difference["p"] for difference in found.values()])
-        row = [f"− {other}", f"{len(found)}, {' '.join(losses).upper()}"]
+    for (words, other, at), loss in itertools.product(MEASURES, FORMS_OF):
+        if at is at_best:  # not of SmolLM2
+            continue
+        found = family(tasks, smollm2, loss, other, at)
+        row = [f"{loss.upper()}, {words}"]
         for sign, is_corrected in itertools.product((1, -1), (False, True)):
-            tasks_of = {}
-            for ((loss, task), difference), p in zip(found.items(), adjusted):
-                if sign * difference["mean"] > 0 and (p if is_corrected else difference["p"]) < 0.05:
-                    tasks_of.setdefault(loss.upper(), []).append(task)
-            row.append("; ".join(f"{loss} {', '.join(names)}" for loss, names in tasks_of.items()) or "none")
+            names = [
+                task for task, (difference, p) in found.items()
+                if sign * difference["mean"] > 0 and (p if is_corrected else difference["p"]) < 0.05
+            ]
+            row.append(", ".join(names) or "none")
         rows.append(row)
-    return markdown("| humanline | of | above 0 | corrected | below 0 | corrected |", rows)
+    return markdown("| difference | above 0 | corrected | below 0 | corrected |", rows)
+
+def differences_table(tasks: list[Tuned], smollm2: list["SmolLM2"]) -> str:
+    """The report's choice of differences; bold where they remain after the correction."""
+    rows = []
+    for loss, (words, other, at) in itertools.product(FORMS_OF, MEASURES):
+        if at is at_best or (at is greedy and loss != "grpo"):
+            continue
+        row = [f"{loss.upper()}, {words}"]
+        for difference, p in family(tasks, smollm2, loss, other, at).values():
+            cell = show_difference(difference).replace(", not paired", "ʷ")
+            row.append(f"**{cell}**" if p < 0.05 else cell)
+        rows.append(row)
+    return markdown("| difference" + ON_TASKS + " sentiment | checked |", rows)
+
+def answers(
+    tasks: list[Tuned], smollm2: list["SmolLM2"], verdicts: list[dict], decisions: dict[str, dict]
+) -> list[dict]:
+    """What the report and the README say: claim, verdict, one number, how sure we are, and the page."""
+    outcomes = lambda claim, *losses: [
+        verdict["outcome"] for verdict in verdicts if verdict["claim"].startswith(claim) and verdict["loss"] in losses
+    ]
+    count = lambda some, words: f"{sum(one == decide.HELD for one in some)} of {len(some)} {words}"
+    shares = [tuned.share("grpo", HUMANLINE) for tuned in tasks]
+    shares = [share[0] for share in shares + [one.shares()[HUMANLINE] for one in smollm2 if one.loss == "grpo"]]
+    alone = {}
+    for part in "sync alone", "clip alone":
+        found = [tuned.compare("grpo", part, "plain") for tuned in tasks]
+        p_values = holm([difference["p"] for difference in found])
+        alone[part] = sum(p < 0.05 and difference["mean"] > 0 for p, difference in zip(p_values, found))
+    better = f"{HUMANLINE} is {BETTER} plain"
+    rows = [
+        (
+            "GRPO: offline, humanline beats plain", decide.HELD, f"on {count(outcomes(better, 'GRPO'), 'tasks')}",
+            "fairly sure; less so with greedy decoding", "verdicts.md",
+        ),
+        (
+            "GRPO: offline with humanline matches online", PARTLY,
+            f"closes {min(shares):.0%} to {max(shares):.0%} of the gap", "fairly sure that it falls short on some tasks",
+            "verdicts.md",
+        ),
+        (
+            "GRPO: the sync is what gains", decide.HELD,
+            f"alone on {alone['sync alone']} of {len(tasks)} small tasks, the clip alone on {alone['clip alone'] or 'none'}",
+            "likely", "verdicts.md",
+        ),
+        (
+            "DPO and KTO: offline with humanline matches online", decide.NOT_HERE,
+            f"DPO closes {decisions['dpo']['share'][0]:.0%} of the gap on *checked*",
+            "sure of one task at the settings tested; open beyond", "real-checked.md",
+        ),
+        (
+            "DPO and KTO: offline, humanline beats plain", decide.UNDECIDED,
+            f"shown on {count(outcomes(better, 'DPO', 'KTO'), 'tasks')}", "open", "verdicts.md",
+        ),
+        (
+            "GRPO: drawing samples 64 times less often is as good", decide.UNDECIDED,
+            f"shown on {count(outcomes(EVERY_64, 'GRPO'), 'tasks')}", "open; five models are too few", "neighbours.md",
+        ),
+    ]
+    return [dict(zip(("claim", "verdict", "number", "sure", "page"), row)) for row in rows]
+
+def answer_table(found: list[dict]) -> str:
+    rows = [
+        [one["claim"], f"**{one['verdict']}**", one["number"], one["sure"], f"[{one['page'].removesuffix('.md')}]({one['page']})"]
+        for one in found
+    ]
+    return markdown("| claim | verdict | in one number | how sure we are | page |", rows)
 
 def measures_table(tasks: list[Tuned], smollm2: list["SmolLM2"]) -> str:
     rows = []
@@ -629,170 +723,173 @@ def fill(text: str, tables: dict[str, str]) -> str:
 
 # ---------- Figures -----------------------------------------------------------------------------------------
 
-COLOURS = {"plain": "#555555", HUMANLINE: "#0072B2", NEIGHBOUR: "#D55E00", "online": "#009E73"}
-REAL_COLOURS = COLOURS | {NO_CLIP: "#CC79A7"}
-del REAL_COLOURS[NEIGHBOUR]
+COLOURS = {"plain": "#555555", HUMANLINE: "#0072B2", NEIGHBOUR: "#D55E00", "online": "#009E73", NO_CLIP: "#CC79A7"}
+# Where lines coincide, a thin one that is drawn later leaves the edges of a thick one in sight.
+STYLES = {
+    "online": dict(linewidth=5, alpha=0.4),
+    NEIGHBOUR: dict(linewidth=1.8, linestyle=":"),
+    "plain": dict(linewidth=3.2),
+    HUMANLINE: dict(linewidth=1.6, linestyle="--"),
+}
 LIGHT_BLUE = "#56B4E9"
-LOW_RATE = 2e-4  # of the two in the figures; the other is the highest of the task's grid
 
 def new_figure(height: float, rows: int, columns: int) -> tuple[Any, np.ndarray]:
     figure, axes = evaluation.new_figure(height, rows, columns)
     return figure, np.array(axes).reshape(rows, columns)
 
-def add_legend(axis: Any, place: str) -> None:
-    axis.legend(loc=place, fontsize=8, framealpha=0.9, edgecolor="none")
-
 def add_common_legend(figure: Any, axis: Any) -> None:
     """The legend of one panel, below all of them."""
     lines, labels = axis.get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+    figure.legend(lines, labels, loc="outside lower center", ncols=4, frameon=False)
 
-def add_line(
-    axis: Any, x: Iterable[float], y: Iterable[float], colour: str, label: str, **style: Any
-) -> None:
-    axis.plot(x, y, color=colour, label=label, linewidth=1.8, markersize=4, **style)
+def add_line(axis: Any, x: Iterable[float], y: Iterable[float], colour: str, label: str, **style: Any) -> None:
+    axis.plot(x, y, color=colour, label=label, **dict(linewidth=1.8, markersize=4) | style)
 
 def draw_curves(tuned: Tuned, path: Path) -> None:
-    """pass@1 against steps at two learning rates and at the setting that tuning chose for each form, a row for each
-    loss, on the first tuning base: it has the whole grid."""
-    losses, rates, first = tuned.losses, (LOW_RATE, tuned.task.rates[-1], None), tuned.tuning[0]
-    figure, axes = new_figure(0.8 + 1.9 * len(losses), len(losses), 3)
+    """Above, pass@1 against steps at the setting that tuning chose for each form, means over the test bases; below, where
+    the tuning bases ended at each learning rate, with the best k."""
+    figure, axes = new_figure(5.0, 2, len(tuned.losses))
     steps = range(0, tuned.task.steps + 1, tuned.task.every)
-    for (i, loss), (j, lr) in itertools.product(enumerate(losses), enumerate(rates)):
-        axis, best_k = axes[i, j], ""
-        for label, colour in COLOURS.items():
+    for loss, (top, bottom) in zip(tuned.losses, axes.T):
+        for label, style in STYLES.items():
             name = tuned.best_neighbour(loss) if label == NEIGHBOUR else label
-            if lr is None:
-                form = tuned.forms.get((loss, name))
-                settings = [(form.lr, form.k)] if form else []
-            else:
-                at_rate = {run: outcome for run, outcome in tuned.known.items() if run.lr == lr}
-                settings = experiments.ranked(tuned.name, loss, name, at_rate, [first])[:1]
-            for rate, k in settings:
-                run = tuned.known[Run(tuned.name, loss, name, rate, k, first)]
-                add_line(axis, steps, run["test"], colour, label)
-                best_k = f" (k {k})" if name == HUMANLINE else best_k
-        often = tuned.known.get(Run(tuned.name, loss, HUMANLINE, lr, 24, first))
-        if often and best_k != " (k 24)":
-            add_line(axis, steps, often["test"], LIGHT_BLUE, f"{HUMANLINE}, k 24")
-        axis.set_title(f"{loss.upper()}, {show_rate(lr) if lr else 'each tuned'}{best_k}")
-        axis.set(ylim=(0, 1.02), xlim=(0, steps[-1]))
-    for axis in axes[-1]:
-        axis.set_xlabel("steps")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("pass@1, held out")
-    add_common_legend(figure, axes[-1, 1])
+            form = tuned.forms.get((loss, name))
+            if not form:
+                continue
+            curves = [run["test"] for run in form.runs.values()]
+            add_line(top, steps, np.mean(curves, axis=0), COLOURS[label], label, **style)
+            ends = {}
+            for run, outcome in tuned.known.items():
+                if (run.loss, run.form) == (loss, name) and run.seed in tuned.tuning:
+                    ends.setdefault((run.lr, run.k), []).append(outcome["validation"][-1])
+            rates = sorted({lr for lr, _ in ends})
+            best = [max(np.mean(some) for (of_rate, _), some in ends.items() if of_rate == lr) for lr in rates]
+            add_line(bottom, rates, best, COLOURS[label], label, marker="o", **style)
+        top.set(title=loss.upper(), xlim=(0, steps[-1]), xlabel="steps")
+        bottom.set(ylim=(0, 1.02), xscale="log", xlabel="learning rate")
+        bottom.xaxis.set_minor_formatter("")
+    lowest = min(axis.get_ylim()[0] for axis in axes[0])
+    for axis in axes[0]:
+        axis.set_ylim(max(0, math.floor(10 * lowest) / 10), 1.02)
+    axes[0, 0].set_ylabel("pass@1, tuned")
+    axes[1, 0].set_ylabel("pass@1 after the last step")
+    add_common_legend(figure, axes[0, 0])
     figure.savefig(path, dpi=150)
 
-def draw_mechanism(tuned: Tuned, path: Path) -> None:
-    """What both clips stop, and the distance from the base, of GRPO on the first tuning base: at the setting that tuning
-    chose for humanline, and at the highest rate of the grid with k 24."""
-    figure, axes = new_figure(5.2, 2, 2)
-    steps = np.arange(0, tuned.task.steps + 1, tuned.task.every)
-    middles = (steps[1:] + steps[:-1]) / 2
-    percent = lambda run, clip: 100 * (np.array(run[f"{clip}_low"]) + run[f"{clip}_high"])
-    chosen = tuned.forms["grpo", HUMANLINE]
-    for (top, bottom), (lr, k) in zip(axes.T, ((chosen.lr, chosen.k), (tuned.task.rates[-1], 24))):
-        lines = ("plain", 0), (HUMANLINE, k), (NO_CLIP, 0)
-        runs = {
-            form: tuned.known[Run(tuned.name, "grpo", form, lr, k, tuned.tuning[0])]
-            for form, k in lines
-        }
-        for name in "plain", HUMANLINE:
-            stopped = percent(runs[name], "clip_fraction")
-            add_line(top, middles, stopped, COLOURS[name], f"GRPO's clip, in {name}")
-        stopped = percent(runs[HUMANLINE], "clamped")
-        add_line(top, middles, stopped, LIGHT_BLUE, "humanline's clip, in humanline")
-        for name, run in runs.items():
-            add_line(bottom, steps, run["base_kl"], (COLOURS | REAL_COLOURS)[name], name)
-        task = IN_FIGURES[tuned.name]
-        top.set(title=f"GRPO on {task}, {show_settings(lr, k)}", ylim=(0, 28))
-        bottom.set(xlabel="steps", ylim=(0, 8))
-        for axis in top, bottom:
-            axis.set_xlim(0, steps[-1])
-            add_legend(axis, "upper left")
+def draw_mechanism(tasks: list[Tuned], path: Path) -> None:
+    """Tokens that both clips stop, of GRPO on the first tuning base, at the rate that tuning chose for humanline."""
+    figure, axes = new_figure(2.9, 1, len(tasks))
+    for axis, tuned in zip(axes[0], tasks):
+        steps = np.arange(0, tuned.task.steps + 1, tuned.task.every)
+        middles = (steps[1:] + steps[:-1]) / 2
+        chosen = tuned.forms["grpo", HUMANLINE]
+        plain = stopped(tuned, "plain", chosen.lr, 0)
+        ours, own = (stopped(tuned, HUMANLINE, chosen.lr, chosen.k, clip) for clip in ("clip_fraction", "clamped"))
+        add_line(axis, middles, 100 * plain, COLOURS["plain"], "GRPO's clip in plain")
+        add_line(axis, middles, 100 * ours, COLOURS[HUMANLINE], "GRPO's clip in humanline")
+        add_line(axis, middles, 100 * own, LIGHT_BLUE, "humanline's own clip", linestyle="--")
+        title = f"{IN_FIGURES[tuned.name]}, {show_settings(chosen.lr, chosen.k)}"
+        axis.set(title=title, ylim=(0, 21), xlim=(0, steps[-1]), xlabel="steps")
     axes[0, 0].set_ylabel("tokens stopped, %")
-    axes[1, 0].set_ylabel("KL to the base, nats")
+    add_common_legend(figure, axes[0, 0])
     figure.savefig(path, dpi=150)
-
-def first_base() -> dict[tuple[str, str], dict]:
-    """The share of the gap that humanline closes on the first base, with a worse model's data, from its page."""
-    rows = re.findall(
-        r"\| (\w+) \| a worse model's \|.*\| (.+) \|", (HERE / "first-base.md").read_text()
-    )
-    found = {}
-    for loss, words in rows:
-        share = [float(number) / 100 for number in re.findall(r"(-?\d+)%", words)]
-        found[loss.lower(), "the first base"] = {HUMANLINE: share if len(share) == 3 else None}
-    return found
 
 def draw_gap(shares: dict[tuple[str, str], dict], path: Path) -> None:
-    """The share of the gap between plain and online that humanline closes, and what else closes it."""
+    """The share of the gap between plain and online that humanline closes, and that GRPO closes without its ratio clip."""
     has_no_gap = lambda row: shares[row][HUMANLINE] is None
     rows = sorted(shares, key=lambda row: (has_no_gap(row), list(FORMS_OF).index(row[0])))
     first = sum(not has_no_gap(row) for row in rows) - 0.5
-    figure, axes = new_figure(1.3 + 0.36 * len(rows), 1, 1)
-    axis, low, high = axes[0, 0], -1.0, 1.6
-    series = (HUMANLINE, "humanline", -0.3), (NO_CLIP, "plain GRPO without its ratio clip", 0.0)
-    for name, label, offset in *series, (NEIGHBOUR, "best neighbour", 0.3):
-        colour = (COLOURS | REAL_COLOURS)[name]
+    figure, axes = new_figure(1.3 + 0.3 * len(rows), 1, 1)
+    axis, low, high = axes[0, 0], -1.0, 1.5
+    series = (HUMANLINE, "humanline", -0.16), (NO_CLIP, "plain GRPO without its ratio clip", 0.16)
+    for name, label, offset in series:
+        colour = COLOURS[name]
         found = [
-            (i + offset, *shares[row][name]) for i, row in enumerate(rows) if shares[row].get(name)
+            (i + offset * (NO_CLIP in shares[row]), *shares[row][name])
+            for i, row in enumerate(rows) if shares[row].get(name)
         ]
         y, middle, start, end = np.array(found).T
-        axis.hlines(y, start.clip(low), end.clip(max=high), color=colour, linewidth=1.8)
-        add_line(axis, middle.clip(low, high), y, colour, label, marker="o", linestyle="")
-        for edge, ends, mark, side in (low, start, "<", "left"), (high, end, ">", "right"):
-            for at, where in zip(ends, y):  # the interval goes on
-                if (at - edge) * (edge - 0.3) > 0:
-                    axis.plot(edge, where, mark, color=colour, markersize=6, clip_on=False)
-                    place = dict(ha=side, va="bottom", fontsize=7, color=colour)
-                    axis.text(edge + math.copysign(0.03, 0.3 - edge), where, f"{at:.1f}", **place)
+        axis.hlines(y, start.clip(low), end.clip(max=high), color=colour, linewidth=2.2)
+        add_line(axis, middle.clip(low, high), y, colour, label, marker="o", linestyle="", markersize=6)
+        for where, at in zip(y, start):  # the interval goes on
+            if at < low:
+                axis.plot(low, where, "<", color=colour, markersize=7, clip_on=False)
     for i in range(0, math.ceil(first), 2):
         axis.axhspan(i - 0.5, i + 0.5, color="#F7F7F7", zorder=0)
     axis.axhspan(first, len(rows) - 0.5, color="#EEEEEE", zorder=0)
-    text = "no clear gap: the interval of online less plain includes 0"
-    axis.text(0.3, (first + len(rows)) / 2, text, ha="center", va="center")
+    place = dict(ha="center", va="center")
+    axis.text(0.25, (first + len(rows) - 0.5) / 2, "no clear gap between plain and online", **place)
     axis.vlines([0, 1], -0.5, first, color="#999999", linewidth=1)
     names = [f"{loss.upper()}, {task}" for loss, task in rows]
-    axis.set(
-        yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlim=(low, high)
-    )
-    axis.set_xlabel(
-        "share of the gap between plain (0) and online (1) that is closed; 95% intervals"
-    )
+    axis.set(yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlim=(low, high))
+    axis.set(xticks=[-1, -0.5, 0, 0.5, 1, 1.5], xticklabels=["−100%", "−50%", "0%\nplain", "50%", "100%\nonline", "150%"])
     add_common_legend(figure, axis)
     figure.savefig(path, dpi=150)
 
 def draw_real(cells: list[first_real.Stored], path: Path) -> None:
-    """Reward against KL to the base, GRPO: a thin line for each seed, a thick one for their mean where all were
-    measured, and where those end that leave the figure."""
-    figure, axes = new_figure(3.4, 1, 2)
+    """Reward against KL to the base, GRPO: means over seeds, faint dots for each seed, and where those end that leave the
+    figure."""
+    figure, axes = new_figure(3.6, 1, 2)
     for axis, cell in zip(axes[0], cells):
-        farthest, ends = 0.0, []
-        for name, colour in REAL_COLOURS.items():
-            runs = list(cell.at_tuned(name).values())
-            for run in runs:
-                points = first_real.path_of(run, first_real.steps_of([run]))
-                axis.plot(*points.T, ".-", color=colour, linewidth=0.6, markersize=3, alpha=0.5)
-            points = np.array([first_real.path_of(run, first_real.steps_of(runs)) for run in runs])
-            add_line(axis, *points.mean(0).T, colour, name, marker="o")
-            if name == HUMANLINE:
-                farthest = max(farthest, points[..., 0].max())
-            ends.append((*points[:, -1].mean(0), name, colour))
-        axis.set(title=f"SmolLM2, GRPO, {cell.task}", ylim=(0, 1.03), xlim=(-0.3, 1.2 * farthest))
+        forms = "online", NO_CLIP, "plain", HUMANLINE
+        runs = {name: list(cell.at_tuned(name).values()) for name in forms}
+        paths = {
+            name: np.array([first_real.path_of(run, first_real.steps_of(some)) for run in some])
+            for name, some in runs.items()
+        }
+        edge, gone = 1.15 * paths[HUMANLINE][..., 0].max(), []
+        for name, points in paths.items():
+            axis.plot(*points.reshape(-1, 2).T, "o", color=COLOURS[name], markersize=3, alpha=0.3)
+            add_line(axis, *points.mean(0).T, COLOURS[name], name, marker="o")
+            kl, reward = points[:, -1].mean(0)
+            if kl > edge:
+                gone.append((reward, f"{name} ends at {kl:.0f} nats →", COLOURS[name]))
+        axis.set(title=f"SmolLM2, {cell.task}", ylim=(0, 1.03), xlim=(-0.3, edge))
         axis.set_xlabel("KL to the base, nats a completion")
-        gone = [
-            (reward, f"{name} ends at {kl:.0f} nats →", colour)
-            for kl, reward, name, colour in ends
-            if kl > 1.2 * farthest
-        ]
         for i, (_, words, colour) in enumerate(sorted(gone)):
             place = dict(ha="right", va="center", transform=axis.transAxes)
-            axis.text(0.98, 0.36 + 0.07 * i, words, color=colour, fontsize=8, **place)
-        add_legend(axis, "lower right")
-    axes[0, 0].set_ylabel("held-out reward")
+            axis.text(0.98, 0.06 + 0.08 * i, words, color=colour, **place)
+    axes[0, 0].set_ylabel("held-out reward, GRPO")
+    add_common_legend(figure, axes[0, 0])
     figure.savefig(path, dpi=150)
+
+def draw_way(compared: list[decide.Compared], path: Path) -> None:
+    """Reward against KL to the base on the validation prompts, with the steps marked, of each loss that has a decision."""
+    figure, axes = new_figure(4.4, 1, len(compared))
+    for axis, one in zip(axes[0], compared):
+        steps, *measured = one.on_the_way()
+        rewards, distances = (values[..., 1:] for values in measured)  # from the first measurement on
+        axis.set(title=f"{one.loss.upper()}, SmolLM2, {one.task}", ylim=(0.4, 1.03), xlim=(0, np.percentile(distances, 97)))
+        axis.set_xlabel("KL to the base, nats a completion")
+        for i, name in enumerate(decide.COMPARED):
+            colour, means = COLOURS[name], (distances[i].mean(0), rewards[i].mean(0))
+            axis.plot(distances[i].ravel(), rewards[i].ravel(), "o", color=colour, markersize=3, alpha=0.3)
+            add_line(axis, *means, colour, name, marker="o", markersize=6)
+            if name != "online":
+                add_steps(axis, steps[1:], *means, colour)
+    axes[0, 0].set_ylabel("validation reward")
+    add_common_legend(figure, axes[0, 0])
+    figure.savefig(path, dpi=150)
+
+def add_steps(axis: Any, steps: list[int], x: np.ndarray, y: np.ndarray, colour: str) -> None:
+    """Write the step beside each point of a line, on the side where the line is not; points that lie on one another share
+    a label."""
+    places = axis.transData.transform(np.stack([x, y], -1))
+    groups = [[0]]
+    for i in range(1, len(steps)):
+        if np.hypot(*(places[i] - places[i - 1])) < 15:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    for i, group in enumerate(groups):
+        near = [places[some[-1]] for some in groups[max(0, i - 1) : i + 2] if some is not group]
+        away = places[group].mean(0) - np.mean(near, axis=0)
+        if i == 0:  # down, at a right angle
+            away = np.array([away[1], -away[0]]) * (1 if away[0] > 0 else -1)
+        offset = 13 * away / max(np.hypot(*away), 1)
+        words = "–".join(str(steps[j]) for j in sorted({group[0], group[-1]}))
+        place = dict(textcoords="offset points", ha="center", va="center", color=colour, fontweight="bold")
+        axis.annotate(words, (x[group].mean(), y[group].mean()), offset, **place)
 
 # ---------- All of it ---------------------------------------------------------------------------------------
 
@@ -825,6 +922,7 @@ class Everything:
         for one in itertools.chain(*self.compared.values()):
             self.taper["cells"] += taper_cells_of_smollm2(one)
         self.decisions = {task: decide.decide_task(some) for task, some in self.compared.items()}
+        self.answers = answers(self.tasks, self.on_smollm2, self.verdicts, self.decisions["checked"])
 
     def pages(self) -> dict[str, str]:
         """The text of each file."""
@@ -838,14 +936,14 @@ class Everything:
         clip = f"{ratio_clip(self.tasks, self.cells)}\n\n{ABOUT_STOPPED}\n\n{stopped_table(self.tasks)}"
         corrected = corrected_table(self.tasks, self.on_smollm2)
         texts["verdicts.md"] = verdicts_page(
-            measures, corrected, clip, self.verdicts, self.taper, self.prior
+            measures, corrected, parts_table(self.tasks), clip, self.verdicts, self.taper, self.prior
         )
-        tables = dict(
-            measures=measures,
-            parts=parts_table(self.tasks),
-            methods=methods_table(self.tasks, list(itertools.chain(*self.compared.values()))),
-        )
-        texts["report.md"] = fill((HERE / "report.md").read_text(encoding="utf-8"), tables)
+        tables = {
+            "report.md": dict(answer=answer_table(self.answers), differences=differences_table(self.tasks, self.on_smollm2)),
+            "neighbours.md": dict(methods=methods_table(self.tasks, list(itertools.chain(*self.compared.values())))),
+        }
+        for name, filled in tables.items():
+            texts[name] = fill((HERE / name).read_text(encoding="utf-8"), filled)
         facts = dict(
             runs={tuned.name: len(tuned.known) for tuned in self.tasks},
             tests={tuned.name: tuned.tests for tuned in self.tasks},
@@ -857,6 +955,11 @@ class Everything:
                 for one in itertools.chain(*self.compared.values())
             },
             decisions=self.decisions,
+            doubts={
+                f"{one.task}, {one.loss}": one.doubts()
+                for one in itertools.chain(*self.compared.values()) if one.loss in decide.DECIDED
+            },
+            answers=self.answers,
             verdicts=self.verdicts,
             taper=self.taper,
             prior=self.prior,
@@ -869,22 +972,21 @@ class Everything:
         found = {(one.loss, f"SmolLM2 {one.task}"): one.shares() for one in self.on_smollm2}
         for tuned, loss in itertools.product(self.tasks, FORMS_OF):
             if (loss, HUMANLINE) in tuned.forms:
-                names = {name: name for name in (HUMANLINE, NO_CLIP)}
-                names[NEIGHBOUR] = tuned.best_neighbour(loss)
                 found[loss, IN_FIGURES[tuned.name]] = {
-                    label: tuned.share(loss, name)
-                    for label, name in names.items()
-                    if (loss, name) in tuned.forms
+                    name: tuned.share(loss, name) for name in (HUMANLINE, NO_CLIP) if (loss, name) in tuned.forms
                 }
-        return found | first_base()
+        return found
 
     def draw(self, out: Path) -> None:
         for tuned in self.tasks:
             if tuned.known:
                 draw_curves(tuned, out / f"{tuned.name}.png")
-        draw_mechanism(self.tasks[0], out / "mechanism.png")
+        draw_mechanism(self.tasks, out / "mechanism.png")
         draw_gap(self.shares(), out / "gap.png")
         draw_real([cell for cell in self.cells if cell.loss == "grpo"], out / "real.png")
+        for task, compared in self.compared.items():
+            if decided := [one for one in compared if one.loss in decide.DECIDED and decide.final_rewards(one)]:
+                draw_way(decided, out / f"real-{task}.png")
 
 def rounded(value: Any) -> Any:
     """Floats to four digits, and None where there is no number."""
