@@ -71,6 +71,10 @@ def warnings(capsys) -> list[str]:
     ("<think>\n\\boxed{7}. No, 8.\n</think>\n<answer>\n8\n</answer>", "8"),
     ("<think>\\boxed{7}? Wait.</think> The answer is **8**.", "8**."),
     ("**Final Answer**: 8\nDone.", "8"),
+    (r"\boxed{5}. As asked, it is in \boxed or \boxed{}.", "$5$"),
+    (r"\boxed{\left\{ 1 \right.}", r"$\left\{ 1 \right.$"),
+    ("So\n\\[\nx = 5\n\\]", "x = 5"),
+    ("<think>\n\\boxed{5}? Let me see", ""),
 ])
 def test_the_final_answer_is_found(completion, answer):
     assert math_reward.final_answer(completion) == answer
@@ -133,6 +137,25 @@ EQUAL = [
     (r"(-\infty, 2) \cup (3, \infty)", r"\boxed{(3,\infty)\cup(-\infty,2)}"), ("20", r"\boxed{20\%}"),
     (r"6 - 5i", r"\boxed{-5i+6}"), (r"\$36", r"$36 = \boxed{36}$"),
     ("104", r"The total is \$104."), ("1,-2", r"\boxed{1 \text{ or } -2}"), ("6, 7", "The answer is 6 or 7"),
+    # sympy simplifies and solves
+    ("2x+4y-3=0", r"\boxed{y=-\frac12x+\frac34}"), (r"\frac{x^2-1}{x-1}", r"\boxed{x+1}"),
+    (r"2\sin x\cos x", r"\boxed{\sin 2x}"), (r"x \ge 2", r"\boxed{[2,\infty)}"),
+    (r"[2,\infty)", r"\boxed{x \ge 2}"), (r"(0,1]", r"\boxed{]0,1]}"),
+    (r"x \in (0,1]", r"\boxed{0 < x \le 1}"),
+    # small and large numbers, and JSON numbers
+    (1e-05, "The answer is 0.00001."), (6.63e-34, r"\boxed{6.63 \times 10^{-34}}"), (1e22, r"\boxed{10^{22}}"),
+    (r"\frac{1}{2^{99}}", r"\boxed{2^{-99}}"), ("10000", r"\boxed{10~000}"),
+    # constants, units, angles and logarithms
+    (r"1-\frac{1}{\mathrm{e}}", r"\boxed{1-e^{-1}}"), ("14 - i", r"\boxed{14.0 + -1.0i}"),
+    (r"5 \text{ cm}", r"\boxed{5}"), ("5 m", r"\boxed{5 \text{ meters}}"),
+    (r"\frac{\pi}{4}", r"\boxed{45^\circ}"),
+    (r"\ln 3", r"\boxed{\log 3}"), (r"\log 100", r"\boxed{2}"),
+    # as in programs, and Unicode
+    (r"4\sqrt{2}", r"\boxed{4*sqrt(2)}"), ("x^{10}+1", "The answer is x**10 + 1"), (r"2\pi", r"\boxed{2π}"),
+    (r"x^{-1}+\frac12", r"\boxed{x⁻¹ + ½}"), ("-3", r"\boxed{–3}"),
+    # words, and multiple choice
+    ("C", r"\boxed{\textbf{(C) }12}"), ("C", "The answer is C: a fox"), ("Yes", r"\boxed{\text{yes}}"),
+    (r"\emptyset", r"\boxed{\text{No solution}}"), ("5", "答案是：5。"),
 ]
 UNEQUAL = [
     (r"\frac{14}{3}", r"\boxed{4.6}"), ("5", r"\boxed{x + 5}"), ("x^2+2x+1", r"\boxed{x^2+1}"),
@@ -140,6 +163,13 @@ UNEQUAL = [
     ("1,-2", r"\boxed{1}"), ("18", "It could be 18, or perhaps 20"), (r"\pi", r"\boxed{3.14}"),
     ("(3,4]", r"\boxed{[3,4]}"), ("3", "I do not know"), ("3", r"\boxed{}"), ("3", "3/4 cups"),
     ("6,7", "The answer is 6 or 8"), ("1,234", "The answer is 1,234 or 5"), ("(1,2)", "(1,2) or (2,1)"),
+    (r"1-\frac{1}{\mathrm{e}}", r"\boxed{1}"), ("6.63e-34", r"\boxed{1.05e-34}"), ("4", r"\boxed{4\sqrt(2)}"),
+    (r"\frac{1}{2^{99}}", r"\boxed{\frac{1}{2^{98}}}"),
+    (r"\frac{2^{300}+1}{2^{301}}", r"\boxed{\frac{1}{2^{301}}}"),
+    (r"\frac{1}{10^6}", r"\boxed{0.0000011}"), ("0", r"\boxed{10^{-9}}"), (r"5 \text{ cm}", r"\boxed{5 \text{ m}}"),
+    ("25 m/s", "The answer is 25 km/h"), (r"1, 2, \ldots, n", r"\boxed{1, 3, \ldots, 2n-1}"),
+    (r"[2,\infty)", r"\boxed{x > 2}"), ("(0,1]", r"\boxed{]0,1[}"), ("B", r"\boxed{\textbf{(C) }12}"),
+    ("4", "<think>\nMaybe it is \\boxed{4}. Let me check: 2+2"),
 ]
 
 
