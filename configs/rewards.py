@@ -13,15 +13,18 @@ import re
 def think_format(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
     r"""1 if the completion is <think>…</think> followed by <answer>…</answer>, with each tag on its own line,
     starting from the first line; else 0. Like open-r1's `format`, it allows further lines afterwards and
-    further tags inside.
+    further tags inside. Some chat templates end a prompt with <think>, so it may be missing.
 
     >>> think_format([], ["<think>\n1+1\n</think>\n<answer>\n2\n</answer>", "<answer>\n2\n</answer>"], [])
     [1.0, 0.0]
+    >>> think_format([], ["1+1\n</think>\n<answer>\n2\n</answer>"], [])
+    [1.0]
     """
     def is_formatted(text: str) -> bool:
         inside = text.removeprefix("<think>\n")
         answer = inside.partition("\n</think>\n<answer>\n")[2]
-        return inside != text and "\n</answer>\n" in answer + "\n"
+        is_opened = inside != text or "<think>" not in text
+        return is_opened and "\n</answer>\n" in answer + "\n"
 
     return [float(is_formatted(text)) for text in completions]
 
