@@ -453,7 +453,7 @@ def with_room(config: Config, max_new_tokens: int) -> Config:
 
 def completions_of(sampler: Sampler, group: Group) -> list[dict]:
     """The completions of a sampled group as text, with reward and length."""
-    texts = sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
+    texts = sampler.texts(group.completions)
     rewards = group.rewards if sampler.reward else [None] * len(texts)
     return [
         dict(completion=text, reward=reward, tokens=len(ids), truncated=ids[-1] not in sampler.stop_ids)
@@ -940,10 +940,7 @@ def winrate(flags: Winrate) -> None:
     def completions_by_row(sampler: Sampler, stream: int) -> dict[int, list[str]]:
         rows = read_rows(data, sampler.config, "--data")  # in the sampler's own prompt format
         drawn = draw(sampler, encode_rows(rows, sampler, online=True), rows, flags.samples, stream)
-        return {
-            group.row: sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
-            for group in drawn
-        }
+        return {group.row: sampler.texts(group.completions) for group in drawn}
 
     model_texts = completions_by_row(sampler, 0)
     unload(sampler)
@@ -953,7 +950,8 @@ def winrate(flags: Winrate) -> None:
         unload(other)
     else:
         other_texts = {
-            i: [rows[i].completions[int(np.argmax(rows[i].rewards))]] * flags.samples for i in desirable
+            i: [sampler.without_stop(rows[i].completions[int(np.argmax(rows[i].rewards))])] * flags.samples
+            for i in desirable
         }
     common = sorted(set(model_texts) & set(other_texts))
     pair_rows = [rows[row] for row in common for _ in model_texts[row]]
@@ -1110,7 +1108,11 @@ def data_quality(flags: DataQuality) -> None:
 
     described = []
     for stream, (name, rows) in enumerate(rows_by_source.items()):
-        groups = [group for group in encode_rows(rows, model, online=False) if group.completions]
+        groups = encode_rows(rows, model, online=False)
+        require(
+            any(group.labelled or len(set(group.rewards)) > 1 for group in groups),
+            f"--data {name}: no row has both a better and a worse completion",
+        )
         logps = token_logps(model, groups)
         longest = max(len(ids) for group in groups for ids in group.completions)
         room = min(config.max_new_tokens, longest)
@@ -1119,7 +1121,7 @@ def data_quality(flags: DataQuality) -> None:
         own_logps = token_logps(model, draw(model, prompts, rows, 1, stream)) if prompts else []
         source = Source(name, groups, logps, own_logps)
         dropped = sum(len(row.completions) for row in rows) - len(source.all_means)
-        described.append((source, source.describe() | {"dropped, too long": f"{dropped:,}"}))
+        described.append((source, source.describe() | {"dropped": f"{dropped:,}"}))
     described.sort(key=lambda pair: -pair[0].estimate[0])
     sources, columns = zip(*described)
     results = [["", *(source.name for source in sources)]]

@@ -48,11 +48,14 @@ weights, images, tools, and several turns within one rollout.
 # ]
 # ///
 
+import codecs
 import contextlib
+import csv
 import dataclasses
 import datetime
 import fcntl
 import functools
+import gzip
 import hashlib
 import importlib.util
 import inspect
@@ -256,8 +259,8 @@ RANGES = {  # smallest and largest value of settings
     (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high lora",
     (1, 1e12): "max_new_tokens sample_tokens steps max_length max_prompt_length microbatch_tokens keep "
                "batch_size group_size eval_prompts eval_samples limit lora_alpha",
-    (1e-12, 1e12): "gamma_p gamma_r beta_p beta_r beta desirable_weight undesirable_weight epsilon lr "
-                   "adam_eps max_grad_norm reward_seconds",
+    (1e-12, 1e12): "beta desirable_weight undesirable_weight epsilon lr adam_eps max_grad_norm reward_seconds",
+    (1e-2, 1e12): "gamma_p gamma_r beta_p beta_r",  # torch's Beta underflows below
     (1e-3, 1e3): "temperature",
     (-math.inf, 0): "log_eps_p",  # so that zeros at masked positions stay zero
     (0, math.inf): "log_eps_r",
@@ -456,15 +459,14 @@ class Microbatch:
     loss may add its own."""
 
 def best_against_worst(group: Group) -> list[list[Sequence]]:
-    """DPO: the best and the worst completion form a pair, unless all rewards are equal."""
-    best, worst = max(group.rewards), min(group.rewards)
-    if best == worst:
-        return []
-    return [[group.sequences[group.rewards.index(reward)] for reward in (best, worst)]]
+    """DPO: the best and the worst completion form a pair, unless they or their rewards are equal."""
+    best, worst = (group.sequences[group.rewards.index(pick(group.rewards))] for pick in (max, min))
+    return [[best, worst]] if best.completion != worst.completion else []
 
 def above_and_below_mean(group: Group) -> list[list[Sequence]]:
-    """KTO: each completion is an example; without labels, none of a group whose rewards are all equal."""
-    if not group.labelled and max(group.rewards) == min(group.rewards):
+    """KTO: each completion is an example; without labels, none of a group whose rewards or completions are all
+    equal."""
+    if not group.labelled and not best_against_worst(group):
         return []
     return [[sequence] for sequence in group.sequences]
 
@@ -894,7 +896,7 @@ class Run:
         """Append rollouts to a file of the run, one line per completion, and return their metrics."""
         lines = []
         for number, group in enumerate(rollouts):
-            texts = self.sampler.tokenizer.batch_decode(group.completions, skip_special_tokens=True)
+            texts = self.sampler.texts(group.completions)
             for text, ids, reward, logps in zip(texts, group.completions, group.rewards, group.logps):
                 lines.append(dict(
                     step=step, row=group.row, prompt_id=f"{step}-{number}", prompt=rows[group.row].prompt,
@@ -1248,6 +1250,7 @@ class Row:
     labelled: bool = False  # see Group
     tokens: list[list[int]] = field(default_factory=list)  # of the completions, as they were sampled
     logps: list[list[float]] = field(default_factory=list)  # log μ of those tokens, or empty
+    truncated: list[bool] = field(default_factory=list)  # whether the sampler says that they were cut off
 
 def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
     """Read NAME[:[CONFIG:]SPLIT] and check every row. Raises UserError for the first bad one."""
@@ -1263,14 +1266,18 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
             dropped += 1
             continue
         key = number
-        if "prompt_id" in fields and len(row.rewards) == 1 and not row.labelled:  # one completion of a group
-            key = f"{fields['prompt_id']} {row.prompt}"  # files from two runs may use the same prompt_id
+        if len(row.rewards) == 1 and not row.labelled:  # one completion of a group
+            key = f"{fields.get('prompt_id')} {row.prompt}"  # files from two runs may use the same prompt_id
         first = rows.setdefault(key, row)
         if first is not row:
             first.completions += row.completions
             first.rewards += row.rewards
             first.tokens += row.tokens
             first.logps += row.logps
+            first.truncated += row.truncated
+    has_surroundings = config.system is not None or config.prompt_template is not None
+    if has_surroundings and any(row.tokens for row in rows.values()):
+        warn(f"{source}: --system and --prompt-template are not applied to the complete prompts of rollouts")
     if dropped:
         warn(f"{source}: dropped {dropped} rows whose dialogues differ before the last turn, or do not end "
              "with an answer")
@@ -1278,27 +1285,47 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
     return list(rows.values())
 
 def read_table(spec: str, source: str) -> Iterable[dict]:
-    """The rows of a file or of NAME[:[CONFIG:]SPLIT]."""
-    kind = Path(spec).suffix.lower()
-    if kind in (".jsonl", ".json"):  # `datasets` would parse some strings as numbers or dates
-        return read_json(Path(spec), source)
+    """The rows of a file or of NAME[:[CONFIG:]SPLIT]. Files are read here, also those of a folder: `datasets`
+    would parse some strings as numbers or dates, and recognizes a changed file by its time alone."""
+    if Path(spec).suffix.lower() in (".jsonl", ".json", ".parquet"):
+        return read_file(spec, source)
     import datasets
     datasets.disable_progress_bars()
     with explained(
             source, "pass a .jsonl, .json or .parquet file, a folder, or a data set of the hub; `hf download "
             "NAME --repo-type dataset --local-dir FOLDER` downloads one"):
-        if kind == ".parquet":
-            return datasets.Dataset.from_parquet(spec)
         name, *parts = re.split(r":(?![^\[]*\])", spec)  # not at the colon of train[:50]
         require(not Path(name).is_file(), f"{source}: {name} is a file; pass its name alone, and only .jsonl, "
                 ".json or .parquet")
         split = parts.pop() if parts else "train"
-        return datasets.load_dataset(name, *parts, split=split)
+        if not Path(name).is_dir():
+            return datasets.load_dataset(name, *parts, split=split)
+        files = datasets.load_dataset_builder(name, *parts).config.data_files
+        rows = {part: [row for file in files[part] if str(part) in split for row in read_file(file, source)]
+                for part in files}
+        sizes = {part: len(rows[part]) for part in rows}
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        return [row for part in slices for row in rows[part.splitname][part.from_ : part.to]]
 
-def read_json(path: Path, source: str) -> Iterator[dict]:
-    """Read JSON lines, or one JSON list of objects."""
-    with explained(source, "pass a file of JSON lines, or of one JSON list"):
-        text = path.read_bytes().strip()
+def read_file(path: str, source: str) -> Iterator[dict]:
+    """Read a Parquet file, a CSV file, JSON lines, or one JSON list of objects, compressed with gzip or not.
+    In a CSV file, all columns are texts except for labels and rewards."""
+    kind = Path(path.lower().removesuffix(".gz")).suffix
+    with explained(source, "pass a file of JSON lines, or of one JSON list",
+                   arrow="write the data with Dataset.to_parquet instead of save_to_disk"):
+        if kind == ".parquet":
+            import pyarrow.parquet
+            yield from pyarrow.parquet.read_table(path).to_pylist()
+            return
+        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
+            text = file.read().removeprefix(codecs.BOM_UTF8).strip()
+        if kind == ".csv":
+            for row in csv.DictReader(io.StringIO(text.decode(), newline="")):
+                yield {name: json.loads(cell.lower()) if name in ("label", "reward") else cell
+                       for name, cell in row.items() if cell}
+            return
+        if kind not in (".jsonl", ".json"):
+            raise ValueError(f"{path} is no .jsonl, .json, .parquet or .csv file")
         if text.startswith(b"["):
             yield from json.loads(text)
             return
@@ -1306,7 +1333,7 @@ def read_json(path: Path, source: str) -> Iterator[dict]:
         with explained(f"{source} row {number}: not JSON", "fix the row or remove it"):
             yield json.loads(line)
 
-# Column names of GSM8K, MATH, UltraFeedback-ArmoRM and HALOs. For another data set, add lines.
+# Column names of GSM8K, MATH, UltraFeedback-ArmoRM, HALOs, ShareGPT, vLLM and TRL. For others, add lines.
 COLUMN_NAMES = {
     "question": "prompt",
     "problem": "prompt",
@@ -1315,14 +1342,21 @@ COLUMN_NAMES = {
     "all_rm_scores": "scores",
     "output_A": "chosen",
     "output_B": "rejected",
+    "conversations": "prompt",
+    "response": "completion",
+    "score": "reward",
+    "token_ids": "tokens",
+    "completion_ids": "tokens",
+    "logprobs": "logps",
 }
 
 def read_row(fields: dict, where: str, config: Config) -> Row | None:
     """Check a row and convert it to a prompt and completions.
 
     A `prompt` comes with `completions` and `scores`, with `chosen` and `rejected`, with `completion` and
-    `label`, or alone, to be sampled from. Answers may be whole dialogues, whose common turns are the prompt.
-    Returns None if the dialogues differ in more than their last turn."""
+    `label` or `reward`, or alone, to be sampled from. A rewarded completion may come with its `tokens` and
+    their `logps`. Answers may be whole dialogues, whose common turns are the prompt. Returns None if the
+    dialogues differ in more than their last turn."""
     known = {name: value for name, value in fields.items() if value is not None}  # None fills gaps
     columns = {COLUMN_NAMES.get(name, name): value for name, value in known.items()} | known
     answers, rewards = find_answers(columns, where)
@@ -1330,14 +1364,18 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     row.labelled = len(answers) == 1 and "label" in columns
     if "prompt" in columns:
         row.prompt = read_messages(columns["prompt"], "user", where)
-    if "tokens" in columns and "logps" in columns:  # a line of rollouts.jsonl
-        ids, logps = columns["tokens"], columns["logps"]
-        is_right = ids and len(ids) == len(logps) and min(ids) >= 0 and max(logps) < 0.01
-        require(is_right, f"{where}: 'tokens' and 'logps' must be token ids and as many log-probs")
+    ids = columns.get("tokens")
+    if isinstance(ids, list) and answers:  # a line of rollouts.jsonl, or of another program
+        logps = columns.get("logps", [0.0] * len(ids))
+        are_ids = ids and all(isinstance(token, int) and token >= 0 for token in ids)
+        are_logps = all(isinstance(value, (int, float)) and -math.inf < value < 0.01 for value in logps)
+        require(len(answers) == 1 and are_ids and are_logps and len(ids) == len(logps),
+                f"{where}: 'tokens' and 'logps' must be token ids and as many log-probs, finite and in nats")
         row.completions = answers
         row.tokens = [ids]
-        if columns.get("temperature", 1) == columns.get("top_p", 1) == 1:  # offline, log π_θ is at T = 1
-            row.logps = [logps]
+        row.truncated = [bool(columns.get("truncated")) or columns.get("finish_reason") == "length"]
+        if "logps" in columns and columns.get("temperature", 1) == columns.get("top_p", 1) == 1:
+            row.logps = [logps]  # offline, log π_θ is at T = 1
     elif answers:
         dialogues = [read_messages(answer, "assistant", where) for answer in answers]
         if not split_answers(row, dialogues):
@@ -1372,12 +1410,12 @@ def find_answers(columns: dict, where: str) -> tuple[list, list[float]]:
     for reward in rewards:
         require(isinstance(reward, (int, float)) and abs(reward) < 1e100,
                 f"{where}: a score or label is {reward!r:.60}; it must be a finite number")
-    if "output_A" in columns:
-        rewards[1] = 1 - rewards[0]
     is_label = "label" in columns and "completions" not in columns
     require(not is_label or set(rewards) <= {0, 1, -1},
             f"{where}: a label is {columns.get('label')!r:.60}; it must be 1 or true for a good completion, "
             "or 0, -1 or false; convert ratings to such labels")
+    if "output_A" in columns:
+        rewards = [max(0, rewards[0]), 1 - max(0, rewards[0])]
     return answers, [float(reward) for reward in rewards]
 
 def read_messages(value: Any, role: str, where: str) -> list[dict]:
@@ -1394,13 +1432,19 @@ def read_messages(value: Any, role: str, where: str) -> list[dict]:
             turns = zip(parts[::2], parts[1::2])
             return [dict(role=roles[who], content=text.strip()) for who, text in turns]
         value = [dict(role=role, content=value)]
+    if isinstance(value, dict):  # a single message
+        value = [value]
     messages = []
     for turn in value:
+        if "from" in turn:  # ShareGPT
+            roles = dict(human="user", gpt="assistant")
+            turn = dict(role=roles.get(turn["from"], turn["from"]), content=turn["value"])
         unread = ("tool_calls", "reasoning_content", "reasoning", "thinking")
         lost = [name for name in unread if turn.get(name)]
         require(not lost, f"{where}: a message has {lost}, which are not read; move them into 'content'")
         require(isinstance(turn["content"], str),
                 f"{where}: the content of a message is {turn['content']!r:.60}; it must be a string")
+        turn["content"].encode()  # fails for half of a surrogate pair, which no tokenizer takes
         messages.append(dict(role=turn["role"], content=turn["content"]))
     require(role == "assistant" or messages[-1]["content"].strip(),  # `split_answers` drops empty answers
             f"{where}: the text of the user is empty; remove the row")
@@ -1424,9 +1468,13 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
     """Convert rows to groups of token ids, and drop those that are too long. online: completions will be
     sampled, and those of the rows are ignored."""
     config, tokenizer = sampler.config, sampler.tokenizer
+    find_special_tokens(rows, sampler, flag)
     if online:
         sampler.check_columns(rows)
         rows = [dataclasses.replace(row, completions=[], tokens=[]) for row in rows]
+    for row in rows:
+        require(online or row.completions, f"{row.where}: no completions with rewards or labels among its "
+                f"columns {', '.join(row.fields)}; rename them as in the README, or use --sample-every 1")
     has_answers = any(turn["role"] == "assistant" for row in rows for turn in row.prompt)
     if flag == "--data" and has_answers and not tokenizer.chat_template:
         tokenizer.chat_template = TRANSCRIPT
@@ -1435,20 +1483,22 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
                    "change the prompts, or omit --system"):
         encoded = encode_dialogues(tokenizer, rows)
     longest_prompt = config.max_prompt_length or sampler.longest
+    stops = sampler.stop_ids
     groups = []
-    foreign = 0
+    foreign = unfinished = 0
     for number, (row, (prompt, *wholes)) in enumerate(zip(rows, encoded)):
         group = Group(number, prompt, row.tokens, row.rewards, row.labelled)
-        if are_tokens_of(tokenizer, row):
+        if are_tokens_of(sampler, row):
             if len(row.logps) == len(row.tokens):
                 group.logps = row.logps
+            unfinished += any(ids[-1] not in stops and not cut for ids, cut in zip(row.tokens, row.truncated))
         else:
             foreign += len(row.tokens) > 0
             group.prompt = os.path.commonprefix([prompt, *wholes])
-            stops = sampler.stop_ids
             group.completions = [
-                cut_at_stop([*ids[len(group.prompt):], stops[0]], stops)
-                for ids in wholes
+                cut_at_stop([*ids[len(group.prompt):], stops[0]], stops,
+                            sum(map(text.count, sampler.stop_texts)))
+                for ids, text in zip(wholes, row.completions)
             ]
         texts = (group.prompt, *group.completions)
         require(all(texts) and sampler.vocabulary.issuperset(itertools.chain(*texts)),
@@ -1457,6 +1507,9 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
         room = max(map(len, group.completions), default=config.max_new_tokens)
         if len(group.prompt) <= longest_prompt and len(group.prompt) + room <= sampler.longest:
             groups.append(group)
+    if unfinished:
+        warn(f"{flag}: the tokens of {unfinished} rows end without {sampler.stop_texts[0]!r} and count as cut "
+             "off; append it, or set 'truncated' to true")
     if foreign:
         warn(f"{flag}: the tokens of {foreign} rows do not match their texts under this tokenizer; the texts "
              "are used instead, and their sampler counts as unknown")
@@ -1467,12 +1520,27 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
         warn(f"{flag}: dropped {len(rows) - len(groups)} rows that are too long: {limits}")
     return groups
 
-def are_tokens_of(tokenizer: Any, row: Row) -> bool:
+def are_tokens_of(sampler: "Sampler", row: Row) -> bool:
     """True if a row has tokens and they are those of this tokenizer."""
     largest = max(map(max, row.tokens), default=math.inf)
-    if largest >= len(tokenizer):
+    if largest >= len(sampler.tokenizer):
         return False
-    return tokenizer.batch_decode(row.tokens, skip_special_tokens=True) == row.completions
+    without_special = sampler.tokenizer.batch_decode(row.tokens, skip_special_tokens=True)
+    return row.completions in (sampler.texts(row.tokens), without_special)
+
+def find_special_tokens(rows: list[Row], sampler: "Sampler", flag: str) -> None:
+    """Warn of texts that contain special tokens, and remove a stop token at the end of an answer."""
+    special = [token.content for token in sampler.tokenizer.added_tokens_decoder.values() if token.special]
+    pattern = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    found = []
+    for row in rows:
+        if not row.tokens:
+            row.completions = [sampler.without_stop(text) for text in row.completions]
+        for text in [turn["content"] for turn in row.prompt] + row.completions:
+            found += [f"{match[0]!r} in {row.where}" for match in pattern.finditer(text)]
+    if found:
+        warn(f"{flag}: the texts contain {len(found)} special tokens of the tokenizer, which are read as such, "
+             f"the first one {found[0]}; remove them, also those of a chat template, which is applied anyway")
 
 def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
     """For each row, the token ids of its prompt, up to where the model continues, and of the prompt followed
@@ -1563,16 +1631,19 @@ class Batches:
             require(not rest, f"--batch-size {config.batch_size} counts completions, which come in groups of "
                     f"--group-size {config.group_size}; use a multiple of it")
         if not config.sample_every:
-            require(all(group.completions for group in groups), "--data: some prompts have no completions "
-                    "or labels; sample completions with --sample-every 1")
             require(self.loss.unit == "example" or not any(group.labelled for group in groups), "--data: "
                     "labelled completions do not form pairs or groups; use --loss kto, or --sample-every 1")
             prepare_groups(groups, config)
             self.pool = [(unit, group) for group in groups for unit in group.units]
             require(any(not sequence.is_idle for unit, _ in self.pool for sequence in unit),
                     "--data: no row has both a better and a worse completion")
+            if tied := sum(not group.units for group in groups):
+                warn(f"--data: dropped {tied} of {len(groups)} prompts whose rewards or completions are equal")
         require(self.per_step <= len(self.pool), f"--batch-size {config.batch_size}: a step needs "
                 f"{self.per_step} prompts, pairs or examples, but --data has {len(self.pool)}; lower it")
+        prompts = {tuple(group.prompt) for group in groups}
+        if self.loss.needs_mismatched and 1 in (self.per_step, len(prompts)):
+            warn("z₀ is 0 in every step, because a batch has only one prompt; raise --batch-size, or add prompts")
         self.steps = config.steps or len(self.pool) // self.per_step  # in the whole run
         self.order = []  # indices into the pool; each epoch is shuffled anew
         needed = self.steps * self.per_step
@@ -1668,6 +1739,7 @@ class Sampler:
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
         with explained(f"--model {config.model}: its chat template fails", "fix its chat_template.jinja"):
             self.stop_ids = find_stop_ids(policy, tokenizer)
+        self.stop_texts = tokenizer.convert_ids_to_tokens(self.stop_ids)
         positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         self.max_positions = positions or 2**31
         # of a prompt with its completion, in tokens
@@ -1685,6 +1757,18 @@ class Sampler:
             require(any(row.fields.get(column) is not None for column in columns),
                     f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
 
+    def texts(self, completions: list[list[int]]) -> list[str]:
+        """Completions as text, without the stop token, BOS and padding. Other special tokens are kept, since
+        thoughts may begin and end with them."""
+        hidden = {self.tokenizer.bos_token_id, self.tokenizer.pad_token_id}
+        ended = [ids[:-1] if ids[-1] in self.stop_ids else ids for ids in completions]
+        return self.tokenizer.batch_decode([[token for token in ids if token not in hidden] for ids in ended])
+
+    def without_stop(self, text: str) -> str:
+        """The text of an answer without a stop token at its end."""
+        ends = [stop for stop in self.stop_texts if text.rstrip().endswith(stop)]
+        return text.rstrip().removesuffix(ends[0]) if ends else text
+
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
                       greedy: bool = False) -> list[Group]:
         """Sample `size` completions for each prompt and reward them. The samples are a function of --seed, of
@@ -1699,7 +1783,7 @@ class Sampler:
             drawn = self.draw(repeated, calls, step, greedy)
         rewarded = {}
         for places in calls.values():
-            texts = self.tokenizer.batch_decode([drawn[i][0] for i in places], skip_special_tokens=True)
+            texts = self.texts([drawn[i][0] for i in places])
             of = [rows[repeated[i].row] for i in places]
             rewards = [0.0] * len(places)
             if self.reward:
@@ -1862,12 +1946,10 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> d
     cache.reorder_cache(index)
     return argument
 
-def cut_at_stop(ids: list[int], stops: list[int]) -> list[int]:
-    """Token ids up to and including the first of `stops`, or all of them."""
-    for i, token in enumerate(ids, 1):
-        if token in stops:
-            return ids[:i]
-    return ids
+def cut_at_stop(ids: list[int], stops: list[int], skip: int = 0) -> list[int]:
+    """Token ids up to and including the first of `stops` after `skip` others, or all of them."""
+    places = [i for i, token in enumerate(ids, 1) if token in stops]
+    return ids[: places[skip]] if len(places) > skip else ids
 
 def find_stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     """Token ids that end a completion. The first one is put at the end of offline completions."""
@@ -1877,9 +1959,10 @@ def find_stop_ids(policy: Module, tokenizer: Any) -> list[int]:
     # The token that the chat template puts after an answer, such as <end_of_turn>.
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "humanline"}]
     after = render(tokenizer, turns).split("humanline")[-1].strip()
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | stops
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-    if ids and ids[0] in stops | set(tokenizer.all_special_ids):
-        first = ids[0]
+    for last in itertools.takewhile(special.__contains__, ids):  # answers of Cohere 2 end with two
+        first = last
     return [first, *sorted(stops - {first})]
 
 # ---------- Rewards -----------------------------------------------------------------------------------------
@@ -1970,6 +2053,8 @@ def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> lis
     rewards = []
     for text, row in zip(completions, rows):
         answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+        if not all(isinstance(answer, (str, int)) for answer in answers):
+            raise ValueError(f"'answer' is {row['answer']!r:.60}, which is neither a text nor an integer")
         rewards.append(float(text.strip() in [str(answer).strip() for answer in answers]))
     return rewards
 

@@ -219,7 +219,7 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
     ("grpo", [dict(GROUP, prompt=[dict(role="user", content=["a"])])],
      r"row 1: the content of a message is \['a'\]; it must be a string"),
     ("grpo", [{"prompt": "a", "answer": "b"}],
-     r"some prompts have no completions or labels; sample completions with --sample-every 1"),
+     r"row 1: no completions with rewards or labels among its columns prompt, answer; rename them as in the"),
     ("grpo --sample-every 1", [{"prompt": "a"}], r"row 1: no answer; --reward exact"),
     ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is short enough: a prompt may have 64 tokens"),
     ("dpo", [], r"no rows"),

@@ -1,9 +1,12 @@
 """Data: from rows on disk to groups to the units of each loss, and the formats of well-known data sets."""
 
+import csv
 import json
+import os
 
 import datasets
 import pytest
+import tokenizers
 import torch
 from conftest import rows_of, write_jsonl
 
@@ -161,6 +164,141 @@ def test_rows_of_published_data_sets_are_read_unchanged(tmp_path, name):
         assert row.rewards == rewards
         assert row.fields == fields
         assert row.labelled == ("KTO" in name)
+
+
+def write_csv(path, rows: list[dict]) -> str:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(path)
+
+
+@pytest.mark.parametrize("answers", [["2024-01-01", "2024-01-02"], ["007", "NA"], ["1", 2]])
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv"])
+def test_a_folder_gives_every_value_as_it_is_written_in_its_files(tmp_path, answers, ending):
+    rows = [dict(prompt="day?", answer=answer) for answer in answers]
+    path = tmp_path / f"train.{ending}"
+    if ending == "csv":
+        rows = [dict(row, answer=str(row["answer"])) for row in rows]
+        write_csv(path, rows)
+    elif ending == "json":
+        path.write_text(json.dumps(rows), encoding="utf-8-sig")  # with a byte-order mark
+    else:
+        write_jsonl(path, rows)
+    assert [row.fields for row in humanline.read_rows(str(tmp_path), Config(), "--data")] == rows
+
+
+def test_labels_and_rewards_of_csv_files_are_numbers(tmp_path):
+    labels = [dict(prompt=label, completion="05", label=label) for label in ("True", "0", "false")]
+    write_csv(tmp_path / "train.csv", labels)
+    rows = humanline.read_rows(str(tmp_path), Config(), "--data")
+    assert [row.rewards for row in rows] == [[1.0], [0.0], [0.0]] and rows[0].completions == ["05"]
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_parquet_file_that_was_replaced_by_one_of_the_same_time_is_read_anew(tmp_path, folder):
+    path = tmp_path / "train.parquet"
+    for answer in "12":
+        datasets.Dataset.from_list([dict(prompt="a", answer=answer)]).to_parquet(path)
+        os.utime(path, (10**9, 10**9))
+        [row] = humanline.read_rows(str(tmp_path if folder else path), Config(), "--data")
+        assert row.fields["answer"] == answer
+
+
+def test_a_folder_of_save_to_disk_gives_a_one_line_error_that_helps(tmp_path):
+    datasets.Dataset.from_list(rows_of("pairs", 2)).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match="write the data with Dataset.to_parquet instead of save_to_disk"):
+        humanline.read_rows(str(tmp_path / "saved"), Config(), "--data")
+
+
+def test_an_unknown_split_gives_a_one_line_error_that_lists_the_others(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", rows_of("pairs", 2))
+    with pytest.raises(UserError, match='Unknown split "test".*train'):
+        humanline.read_rows(f"{tmp_path}:test", Config(), "--data")
+
+
+# Rollouts of other programs.
+
+def test_completions_with_rewards_and_equal_prompts_form_a_group(tmp_path):
+    lines = [dict(prompt=f"{i % 2}+1=", response=str(i), score=i / 4) for i in range(4)]
+    rows = humanline.read_rows(write_jsonl(tmp_path / "rows.jsonl", lines), Config(), "--data")
+    assert [row.completions for row in rows] == [["0", "2"], ["1", "3"]]
+    assert [row.rewards for row in rows] == [[0, 0.5], [0.25, 0.75]]
+
+
+@pytest.mark.parametrize("names", [("tokens", "logps"), ("token_ids", "logprobs"), ("completion_ids", "logps")])
+def test_tokens_and_log_probs_have_the_names_of_vllm_and_trl_too(tiny, names, capsys):
+    def line(text: str, ids: list[int], **more) -> dict:
+        sampled = dict(zip(names, (ids, [-0.5] * len(ids))))
+        return dict(prompt="a", completion=text, reward=len(text)) | sampled | more
+
+    _, [group] = encoded(tiny, [line("b", [74, 3])])
+    assert (group.completions, group.logps) == ([[74, 3]], [[-0.5, -0.5]])
+    assert "warning" not in capsys.readouterr().err
+    row = line("b", [74])  # of a program that leaves the stop token out
+    encoded(tiny, [row, row | dict(finish_reason="length"), row | dict(truncated=True)])
+    assert "the tokens of 1 rows end without '<eos>' and count as cut off" in capsys.readouterr().err
+
+
+def test_tokens_without_log_probs_are_used(tiny):
+    _, [group] = encoded(tiny, [dict(prompt="a", completion="b", reward=1, tokens=[74, 3])])
+    assert (group.completions, group.logps) == ([[74, 3]], [])
+
+
+@pytest.mark.parametrize("row", [
+    dict(completion="b", reward=1, tokens=[74, 3], logps=[-float("inf"), 0]),
+    dict(completion="b", reward=1, tokens=[74, 3], logps=[None, 0]),
+    dict(completion="b", reward=1, tokens=[74, 3], logps=[float("nan"), 0]),
+    dict(completion="b", reward=1, tokens=[[74, 3]], logps=[[-1, -1]]),
+    dict(completions=["b", "c"], scores=[1, 0], tokens=[[74, 3], [75, 3]]),
+])
+def test_bad_tokens_or_log_probs_give_a_one_line_error(row):
+    with pytest.raises(UserError, match="row 1: 'tokens' and 'logps' must be token ids and as many log-probs"):
+        read(dict(row, prompt="a"))
+
+
+def test_a_system_message_or_template_that_rollouts_do_not_get_is_reported(tmp_path, capsys):
+    line = dict(prompt="a", completion="b", reward=1, tokens=[74, 3], logps=[-1, -1])
+    path = write_jsonl(tmp_path / "rollouts.jsonl", [line])
+    for settings in (dict(system="Be brief."), dict(prompt_template="{prompt}!")):
+        humanline.read_rows(path, Config(**settings), "--data")
+        assert "--system and --prompt-template are not applied to the complete prompts" in capsys.readouterr().err
+    humanline.read_rows(path, Config(), "--data")
+    assert not capsys.readouterr().err
+
+
+# Formats that were misread.
+
+def test_a_single_message_may_stand_for_a_list_also_with_the_names_of_sharegpt():
+    row = read(dict(prompt=[SKY], chosen=BLUE, rejected=GREEN))
+    assert (row.prompt, row.completions) == ([SKY], ["Blue.", "Green."])
+    said = lambda who, text: {"from": who, "value": text}
+    row = read(dict(conversations=[said("system", "Be brief."), said("human", "Sky?")],
+                    chosen=said("gpt", "Blue."), rejected=said("gpt", "Green.")))
+    assert row.prompt == [message("system", "Be brief."), SKY]
+    assert row.completions == ["Blue.", "Green."]
+
+
+def test_a_pair_of_halos_whose_label_is_minus_one_prefers_the_second():
+    row = read(dict(prompt=[SKY], output_A=[BLUE], output_B=[GREEN], label=-1))
+    assert row.rewards == [0.0, 1.0]
+
+
+def test_half_of_a_surrogate_pair_gives_a_one_line_error_that_names_the_row(tmp_path):
+    rows = [dict(prompt="a", chosen="b", rejected="c"), dict(prompt="a", chosen="b \ud83d", rejected="c")]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(UserError, match="rows.jsonl row 2 cannot be read: .*surrogates"):
+        humanline.read_rows(path, Config(), "--data")
+
+
+@pytest.mark.parametrize("columns", [
+    dict(response_1="1", response_2="2", preference_strength=-2),  # HelpSteer2
+    dict(response_0="1", response_1="2", better_response_id=0),  # PKU-SafeRLHF
+])
+def test_rows_without_completions_are_not_said_to_be_too_long(tiny, columns):
+    with pytest.raises(UserError, match="no completions with rewards or labels among its columns prompt, resp"):
+        encoded(tiny, [dict(prompt="0+1=") | columns], max_new_tokens=512)
 
 
 def test_hh_rlhf_rows_that_differ_before_the_last_turn_or_end_without_an_answer_are_dropped_and_counted(
@@ -322,6 +460,61 @@ def test_online_prompts_without_room_for_a_completion_are_dropped(tiny):
     rows = [read({"prompt": "p" * length, "answer": "a"}) for length in (5, 20)]
     groups = humanline.encode_rows(rows, sampler, online=True)
     assert [group.row for group in groups] == [0]
+
+
+def test_special_tokens_in_texts_are_counted_and_named_and_an_answer_stays_whole(tiny, capsys):
+    chosen = "The token <eos> ends it, and so on"
+    tokenizer, [_, group] = encoded(tiny, [dict(prompt="a", chosen="b", rejected="c"),
+                                           dict(prompt="<|user|>how?", chosen=chosen, rejected="<eos> b <eos> ")])
+    assert [tokenizer.decode(ids) for ids in group.completions] == [chosen + "<eos>", "<eos> b <eos>"]
+    says = "the texts contain 3 special tokens of the tokenizer, which are read as such, the first one '<|user|>'"
+    assert says in capsys.readouterr().err
+    encoded(tiny, [dict(prompt="a", chosen="b<eos>", rejected="c<eos>")])  # the end of the answers
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_texts_of_completions_keep_special_tokens_other_than_stop_bos_and_padding(tiny):
+    sampler = sampler_of(tiny)
+    ids = sampler.tokenizer("<bos><|system|>a<pad><eos>", add_special_tokens=False)["input_ids"]
+    assert sampler.texts([ids, ids[:-1]]) == ["<|system|>a"] * 2
+
+
+@pytest.mark.parametrize("ending, stop", [
+    ("<turn>", "<turn>"),  # Llama 3, if its EOS is <|end_of_text|>
+    ("<response><turn>", "<turn>"),  # Cohere 2
+])
+def test_a_turn_may_end_with_tokens_that_are_special_in_the_tokenizers_file_alone(tiny, ending, stop, capsys):
+    sampler = sampler_of(tiny)
+    policy, tokenizer = sampler.policy, sampler.tokenizer
+    for token in ("<response>", "<turn>"):
+        tokenizer.add_tokens([tokenizers.AddedToken(token, special=True)])
+    assert tokenizer.convert_tokens_to_ids("<turn>") not in tokenizer.all_special_ids
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ eos_token }}", ending + "\n")
+    assert humanline.find_stop_ids(policy, tokenizer) == [tokenizer.convert_tokens_to_ids(stop), 3]
+    policy.resize_token_embeddings(len(tokenizer))
+    sampler = humanline.Sampler(policy, tokenizer, sampler.config)
+    [group] = humanline.encode_rows([read(dict(prompt="a", chosen="b", rejected="c"))], sampler, online=False)
+    assert [tokenizer.decode(ids) for ids in group.completions] == ["b" + ending, "c" + ending]
+
+
+# What can have no gradient.
+
+def test_pairs_and_groups_that_have_no_gradient_are_dropped_with_a_count(capsys):
+    same = Group(0, [1], [[5], [5]], [1.0, 0.0])
+    for loss in ("dpo", "kto"):
+        batches = Batches(Config(loss=loss, batch_size=1), [GROUP, TIED, same, Group(1, [2], [[5]], [1.0])], 64)
+        assert {id(group) for _, group in batches.pool} == {id(GROUP)}
+        assert "dropped 3 of 4 prompts whose rewards or completions are equal" in capsys.readouterr().err
+        with pytest.raises(UserError, match="no row has both a better and a worse completion"):
+            Batches(Config(loss=loss, batch_size=1), [TIED, same], 64)
+
+
+@pytest.mark.parametrize("prompts, batch_size, says", [
+    ([1, 2, 3], 1, True), ([1, 1, 1], 2, True), ([1, 2, 1], 2, False)])
+def test_a_reference_point_of_kto_that_is_always_0_is_reported(prompts, batch_size, says, capsys):
+    groups = [Group(i, [prompt], [[i]], [i % 2], labelled=True) for i, prompt in enumerate(prompts)]
+    Batches(Config(loss="kto", batch_size=batch_size), groups, 64)
+    assert ("z₀ is 0 in every step" in capsys.readouterr().err) == says
 
 
 # The order of batches.

@@ -415,7 +415,7 @@ def test_data_counts_duplicates_dropped_completions_and_groups_without_a_differe
     rows[0]["completions"][2] *= 30
     data = write_jsonl(tmp_path / "odd.jsonl", rows)
     output = ask(f"data --model {tiny} --data {data} --own 0 --max-new-tokens 4")
-    expected = {"completions": 57, "duplicates": 19, "dropped, too long": 3,
+    expected = {"completions": 57, "duplicates": 19, "dropped": 3,
                 "groups without a difference": 0.737, "best minus worst reward": 0.263}
     assert {name: line_of(output, name)[0] for name in expected} == expected and "own samples" not in output
 

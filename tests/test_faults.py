@@ -156,9 +156,9 @@ def test_nohup_keeps_a_run_from_stopping_when_its_terminal_closes(tiny, data_fil
 
 
 def test_a_run_whose_data_have_images_can_be_resumed(run, data_files, tmp_path, monkeypatch):
-    read_json = humanline.read_json
-    with_image = lambda *file: (row | dict(image=object()) for row in read_json(*file))
-    monkeypatch.setattr(humanline, "read_json", with_image)
+    read_file = humanline.read_file
+    with_image = lambda *file: (row | dict(image=object()) for row in read_file(*file))
+    monkeypatch.setattr(humanline, "read_file", with_image)
     whole = run("--save-every 3")
     resumed = run(f"--resume {whole}/checkpoint/step-00000003")
     assert [line["step"] for line in metrics(resumed)] == [4, 5, 6] and same_weights(resumed, whole)

@@ -228,6 +228,13 @@ def test_any_answer_of_a_list_is_accepted():
     assert humanline.exact_reward([""] * 3, ["2", " two", "['2', 'two']"], [row] * 3) == [1, 1, 0]
 
 
+@pytest.mark.parametrize("answer", [5.0, b"5", {"value": 5}, [5, 5.5], None])
+def test_an_answer_that_is_neither_text_nor_integer_is_never_compared(answer):
+    reward = humanline.Reward(humanline.Config())
+    with pytest.raises(humanline.UserError, match="exact failed on every sample: .*neither a text nor an integer"):
+        reward([[]], ["5"], [dict(answer=answer)])
+
+
 def test_an_evaluation_does_not_overwrite_a_file(tiny, data_files, tmp_path, capsys):
     (tmp_path / "mine.jsonl").write_text("mine")
     flags = ["accuracy", "--model", tiny, "--data", data_files["prompts"], "--out",
