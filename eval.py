@@ -447,7 +447,7 @@ def draw(
 
 def with_room(config: Config, max_new_tokens: int) -> Config:
     """A loaded model's config for completions of other lengths."""
-    config = copy.copy(config)  # dataclasses.replace would forget what loading found out, such as is_mixed
+    config = copy.copy(config)
     config.max_new_tokens = max_new_tokens
     return config
 
@@ -462,8 +462,7 @@ def completions_of(sampler: Sampler, group: Group) -> list[dict]:
 
 def token_logps(sampler: Sampler, groups: list[Group]) -> PerToken:
     """log π(y_t | x, y_<t), in nats, of every completion token, computed as in training."""
-    config = Config(loss="grpo", microbatch_tokens=sampler.config.microbatch_tokens)  # one sequence per row
-    config.is_mixed = sampler.config.is_mixed
+    config = Config(loss="grpo", microbatch_tokens=sampler.config.microbatch_tokens)
     sequences = [humanline.Sequence(group.prompt, ids) for group in groups for ids in group.completions]
     logps = iter(humanline.sequence_logps(sampler.policy, sequences, config))
     return [[next(logps).double().numpy() for _ in group.completions] for group in groups]
@@ -1269,12 +1268,11 @@ def fractions_passed(d: PerToken, config: Config) -> dict[str, list[np.ndarray]]
         clipped.append(np.array([tokens.mean() for tokens in passed]))
     sampled = []
     generator = torch.Generator().manual_seed(config.seed)
-    betas = config.gamma_p, config.gamma_r, config.beta_p, config.beta_r
     for start in range(0, len(d), config.batch_size):
         batch = d[start : start + config.batch_size]
         completions = [tokens for group in batch for tokens in group]
         flat = torch.from_numpy(np.concatenate(completions))[None]
-        verdicts = humanline.humanline_verdicts(flat, torch.ones_like(flat), *betas, generator)[0].numpy()
+        verdicts = humanline.humanline_verdicts(flat, torch.ones_like(flat), generator=generator)[0].numpy()
         kept = iter(np.split(verdicts == 0, np.cumsum([len(tokens) for tokens in completions])[:-1]))
         sampled += [np.array([next(kept).mean() for _ in group]) for group in batch]
     return {"after humanline clipping": clipped, "after humanline sampling": sampled}

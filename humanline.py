@@ -73,7 +73,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections import ChainMap, deque
+from collections import ChainMap, Counter, deque
 from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,10 +142,6 @@ class Config:
     perception: Literal["clip", "sample", "none"] = "clip"  # What is done to log-ratios before the loss.
     log_eps_p: float = -1.5  # Lower bound of the clip, in nats.
     log_eps_r: float = 1.5  # Upper bound of the clip, in nats.
-    gamma_p: float = 0.5  # Perception `sample` rejects unlikely tokens with B_P ~ Beta(gamma_p, beta_p).
-    gamma_r: float = 0.01  # Perception `sample` rejects likely tokens with B_R ~ Beta(gamma_r, beta_r).
-    beta_p: float = 1.0  # See --gamma-p.
-    beta_r: float = 1.0  # See --gamma-r.
     # Not in the paper: against collapse on off-policy data (other models' completions, or old rollouts),
     # where worse completions can be pushed down without limit; each sync renews GRPO's ratio clip.
     positive_only: bool = False
@@ -234,10 +230,8 @@ class Config:
         require(self.loss in LOSSES, f"--loss {self.loss}: choose one of {', '.join(sorted(LOSSES))}, or run "
                 "the script of your own loss")
         loss = LOSSES[self.loss]
-        self.chosen_alone = self.positive_only and loss.unit == "pair"
-        has_log_ratio = loss.needs_reference and not self.chosen_alone  # to the reference or the old policy
-        self.is_plain = not self.humanline or not has_log_ratio
-        if self.is_plain:
+        has_log_ratio = loss.needs_reference and not (self.positive_only and loss.unit == "pair")
+        if not self.humanline or not has_log_ratio:
             self.sync_k = 0
             self.perception = "none"
         if self.lr is None:
@@ -246,21 +240,20 @@ class Config:
             self.batch_size = loss.batch_size
         self.out = self.out and os.path.expanduser(self.out)
         check_config(self)
-        # Online without syncs, the policy is compared with the old policy; only the KL is to the reference.
-        self.ratio_to_old = has_log_ratio and self.sample_every > 0 and self.sync_k == 0
-        self.needs_ref_logps = has_log_ratio and (not self.ratio_to_old or self.kl_beta > 0)
+        # What the policy is compared with. Online without syncs it is the old policy; then only the KL is to
+        # the reference.
+        self.ratio_to: Literal["reference", "old policy"] | None = None
+        if has_log_ratio:
+            self.ratio_to = "old policy" if self.sample_every and not self.sync_k else "reference"
+        self.has_reference = self.ratio_to == "reference" or (has_log_ratio and self.kl_beta > 0)
         # T in softmax(logits / T): the sampling temperature for rollouts, 1 for the completions in the data.
         self.logits_temperature = self.temperature if self.sample_every else 1.0
-        # These two depend on the model; load_policy sets them.
-        self.is_mixed = False  # whether trained weights are fp32 and matrix products bf16
-        self.shares_prompts = False  # whether a row of the forward pass may hold several completions
 
 RANGES = {  # smallest and largest value of settings
     (0, 1e12): "sync_k sample_every save_every eval_every seed kl_beta weight_decay epsilon_high lora",
     (1, 1e12): "max_new_tokens sample_tokens steps max_length max_prompt_length microbatch_tokens keep "
                "batch_size group_size eval_prompts eval_samples limit lora_alpha",
     (1e-12, 1e12): "beta desirable_weight undesirable_weight epsilon lr adam_eps max_grad_norm reward_seconds",
-    (1e-2, 1e12): "gamma_p gamma_r beta_p beta_r",  # torch's Beta underflows below
     (1e-3, 1e3): "temperature",
     (-math.inf, 0): "log_eps_p",  # so that zeros at masked positions stay zero
     (0, math.inf): "log_eps_r",
@@ -300,6 +293,7 @@ def humanline_verdicts(log_ratio: Tensor, mask: Tensor, gamma_p: float = 0.5, ga
     Args:
         log_ratio: (N, T) token log-ratios d, in nats.
         mask: (N, T), true or 1 at completion tokens.
+        gamma_p, gamma_r, beta_p, beta_r: the defaults are the authors' own.
         generator: random number generator on the CPU; None uses torch's global one.
 
     Returns (N, T) int8: -1 rejects a token as too unlikely, 1 rejects it as too likely, 0 keeps it.
@@ -406,8 +400,6 @@ class Group:
     rewards: list[float]
     labelled: bool = False  # rewards are labels (1 desirable, 0 undesirable), and are not compared
     logps: list[list[float]] = field(default_factory=list)  # log μ of each token, if known
-    sequences: list["Sequence"] = field(default_factory=list)  # made of the completions by `prepare_groups`
-    units: list[list["Sequence"]] = field(default_factory=list)  # what the loss makes of the sequences
 
 @dataclass
 class Sequence:
@@ -415,42 +407,41 @@ class Sequence:
 
     prompt: list[int]
     completion: list[int]
-    advantage: float = 0.0
-    is_chosen: bool = False  # it is labelled desirable; without labels, its advantage is positive
+    advantage: float = 0.0  # above 0: it is better, chosen or desirable
     kto_weight: float = 1.0  # λ_D or λ_U
     ref_logps: Tensor | None = None  # (len(completion),) log π_ref(y_t | x, y_<t)
-    old_logps: Tensor | None = None  # (len(completion),) of the old policy; see Microbatch
+    old_logps: Tensor | None = None  # (len(completion),) of the old policy
     sampler_logps: Tensor | None = None  # (len(completion),) of the sampler; None: unknown
     verdicts: Tensor | None = None  # (len(completion),) of --perception sample, see `humanline_verdicts`
-    is_idle: bool = False  # it has no gradient, and is skipped
 
 Packed = list[Sequence]  # sequences with the same prompt in one row of the forward pass; see `log_probs`
 
 @dataclass
 class Microbatch:
-    """The record of a microbatch: N sequences that go through the policy together, and every quantity that a loss
-    may read, filled in from top to bottom. In pairs, chosen and rejected alternate, but with --positive-only
-    the chosen are alone. Each row of an (N, T) tensor is a completion, aligned to the left and followed by
-    zeros. Log-probs are in nats."""
+    """The record of a microbatch: N sequences that go through the policy together, and every quantity that a
+    loss may read, filled in from top to bottom. In pairs, chosen and rejected alternate, but with
+    --positive-only the chosen are alone. Each row of an (N, T) tensor is a completion, aligned to the left and
+    followed by zeros. Log-probs are in nats."""
 
     # Known before the forward pass.
     packed: list[Packed]
     mask: Tensor  # (N, T) booleans, true at completion tokens
-    advantages: Tensor  # (N,)
-    is_chosen: Tensor  # (N,) booleans: the advantage is positive; or chosen, or desirable
+    advantages: Tensor  # (N,); 1 and -1 for labels
+    is_chosen: Tensor  # (N,) booleans: the advantage is positive, so chosen or desirable
     kto_weights: Tensor  # (N,) λ_D or λ_U
-    ref_logps: Tensor | None  # (N, T) log π_ref, if needed
-    old_logps: Tensor | None  # (N, T) log π_old; None: it is not needed, or it is the policy's
-    sampler_logps: Tensor | None  # (N, T) log μ; None: unknown
-    verdicts: Tensor | None  # (N, T) of --perception sample
+    ref_logps: Tensor  # (N, T) log π_ref; NaN where it is not needed
+    old_logps: Tensor  # (N, T) log π_old; NaN where it is not needed
+    sampler_logps: Tensor  # (N, T) log μ; NaN where it is unknown
+    verdicts: Tensor  # (N, T) of --perception sample; otherwise 0, so that all tokens are kept
     step: int = 0  # the optimizer step, from 1
+    is_on_policy: bool = False  # the policy is still the one that drew the completions; see Batch
     z0: Tensor | None = None  # () the reference point of KTO
     counts: bool = True  # False: a copy of another microbatch, computed only to keep pace with other ranks
 
     # Computed in the step, in this order.
     logps: Tensor | None = None  # (N, T) log π_θ
     d: Tensor | None = None  # (N, T) log π_θ - log π_ref, if needed
-    log_ratio: Tensor | None = None  # (N, T) what is perceived: d; online without syncs log π_θ - log π_old
+    log_ratio: Tensor | None = None  # (N, T) what is perceived: d, or log π_θ - log π_old; see Config.ratio_to
     perceived: Tensor | None = None  # (N, T) d̃
     is_low: Tensor | None = None  # (N, T) booleans: the log-ratio is too low, and passes no gradient
     is_high: Tensor | None = None  # (N, T) booleans: it is too high, and passes no gradient
@@ -458,33 +449,31 @@ class Microbatch:
     """What to log, by name: values and a mask, both (N, T) or (N,). The step logs the mean under the mask. A
     loss may add its own."""
 
-def best_against_worst(group: Group) -> list[list[Sequence]]:
+def best_against_worst(group: Group, sequences: list[Sequence]) -> list[list[Sequence]]:
     """DPO: the best and the worst completion form a pair, unless they or their rewards are equal."""
-    best, worst = (group.sequences[group.rewards.index(pick(group.rewards))] for pick in (max, min))
+    best, worst = (sequences[group.rewards.index(pick(group.rewards))] for pick in (max, min))
     return [[best, worst]] if best.completion != worst.completion else []
 
-def above_and_below_mean(group: Group) -> list[list[Sequence]]:
+def above_and_below_mean(group: Group, sequences: list[Sequence]) -> list[list[Sequence]]:
     """KTO: each completion is an example; without labels, none of a group whose rewards or completions are all
     equal."""
-    if not group.labelled and not best_against_worst(group):
+    if not group.labelled and not best_against_worst(group, sequences):
         return []
-    return [[sequence] for sequence in group.sequences]
+    return [[sequence] for sequence in sequences]
 
 def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
     """λ_D and λ_U. By default λ_D n_D = λ_U n_U (Ethayarajh et al. 2024, section 4.2)."""
-    desirable = sum(sequence.is_chosen for sequence in sequences)
+    desirable = sum(sequence.advantage > 0 for sequence in sequences)
     balanced = config.undesirable_weight * (len(sequences) - desirable) / max(1, desirable)
     if balanced == 0:  # all examples are desirable
         balanced = 1.0
     for sequence in sequences:
         sequence.kto_weight = 0.0 if config.positive_only else config.undesirable_weight
-        if sequence.is_chosen:
+        if sequence.advantage > 0:
             sequence.kto_weight = config.desirable_weight or balanced
-        # See `prepare_groups` for --perception sample.
-        sequence.is_idle = sequence.kto_weight == 0 and config.perception != "sample"
 
 def compute_dpo(x: Microbatch, config: Config) -> Tensor:
-    if config.chosen_alone:  # the rejected are idle, and so not in x
+    if config.positive_only:  # the rejected are idle, and so not in x
         return -x.logps.sum(-1) / x.mask.sum(-1)
     note_implicit_rewards(x, config)
     margin = config.beta * (x.perceived[0::2] - x.perceived[1::2]).detach().sum(-1)
@@ -514,25 +503,28 @@ def compute_grpo(x: Microbatch, config: Config) -> Tensor:
 class Loss:
     """Everything that the program knows about a loss. To add a loss, add an entry to LOSSES.
 
-    compute(x, config) takes the record of a microbatch and returns either (N, T) token losses, which are averaged
-    as --average says, or one loss per pair or example. The mean is always over the global batch. Online
-    without syncs, x.d is None unless --kl-beta is set. With --positive-only, a loss of pairs that lists it in
-    its settings gets the chosen sequences alone, and x.d and x.perceived are None."""
+    compute(x, config) takes the record of a microbatch and returns either (N, T) token losses, which are
+    averaged as --average says, or one loss per pair or example. The mean is always over the global batch.
+    Online without syncs, x.d is None unless --kl-beta is set. With --positive-only, a loss of pairs that lists
+    it in its settings gets the chosen sequences alone, and x.d and x.perceived are None.
+
+    Sequences with an advantage of 0 are idle, see `is_idle`: they have no part in x, and a loss of 0. A loss
+    with another gradient than that of the advantage, such as an entropy bonus, must set needs_all."""
 
     compute: Callable[[Microbatch, Config], Tensor]
-    make_units: Callable[[Group], list[list[Sequence]]]
+    make_units: Callable[[Group, list[Sequence]], list[list[Sequence]]]  # of a group and its sequences
     unit: Literal["group", "pair", "example"]  # what --batch-size counts
     settings: str = ""  # fields of Config that this loss reads but some other losses do not
     batch_size: int = 32  # default of --batch-size
     set_weights: Callable[[list[Sequence], Config], None] = lambda sequences, config: None  # λ of KTO
     needs_reference: bool = True  # reads x.d or x.perceived; if False, there is nothing to sync or perceive
     needs_mismatched: bool = False  # reads x.z0, from prompts with the completion of another prompt
-    needs_all: bool = False  # also has a gradient where the advantage is 0
+    needs_all: bool = False  # also has a gradient where the advantage is 0, so that no sequence is idle
 
 LOSSES = {
     "grpo": Loss(
         compute=compute_grpo,
-        make_units=lambda group: [group.sequences],
+        make_units=lambda group, sequences: [sequences],
         unit="group",
         settings="epsilon epsilon_high scale_rewards kl_beta average positive_only"),
     "dpo": Loss(
@@ -565,25 +557,26 @@ def train(config: Config) -> "Run":
         optimizer = torch.optim.AdamW(trained(policy).values(), config.lr, eps=config.adam_eps,
                                       weight_decay=config.weight_decay, fused=True)
         reference = Reference(policy, batches, config)
+        syncs = sync_steps(config, batches.steps)
         warmup = math.ceil(config.warmup * batches.steps)
-        run.begin(sampler, batches, optimizer, reference)  # makes the folder, and resumes
+        first = run.begin(sampler, batches, optimizer, reference)  # 1, or above if the run is resumed
 
-        for step in run.steps:
+        for step in range(first, batches.steps + 1):
             started = time.perf_counter()
             report = {"step": step, "sample_seconds": 0.0}
-            if step == 1:
-                reference.sync(0)  # the first reference is the initial policy
+            if step == 1:  # the first reference is the initial policy
+                reference.sync(syncs[0], batches.make(syncs[0]))
 
             # Draw and reward rollouts for the next steps. The current policy is their old policy.
             if config.sample_every and step > batches.made_until:
                 last = min(step + config.sample_every - 1, batches.steps)
-                prompts = batches.of_steps(step, last)
+                prompts = [group for group, _ in batches.of_steps(step, last)]
                 rollouts = sampler.draw_rollouts(prompts, rows, config.group_size, step)
                 batches.make(last, rollouts)
                 report["sample_seconds"] = time.perf_counter() - started
                 report |= run.keep_rollouts("rollouts.jsonl", rollouts, rows, step)
-                if config.ratio_to_old and last > step:  # for one step, the policy is the old policy
-                    attach_logps("old_logps", policy, batches.pending, config)
+                if config.ratio_to == "old policy":  # in this step it is the policy itself
+                    attach_logps("old_logps", policy, batches.pending[1:], config)
 
             # Forward, perceive, loss, backward, one microbatch at a time: the next function.
             batch = batches.next(step)
@@ -597,8 +590,8 @@ def train(config: Config) -> "Run":
                 raise FloatingPointError(
                     f"step {step}: loss {report['loss']}, gradient norm {report['grad_norm']}; earlier "
                     f"checkpoints are in {run.out / 'checkpoint'} (see --save-every)")
-            if config.sync_k and step % config.sync_k == 0:
-                reference.sync(step)
+            if step in syncs:
+                reference.sync(syncs[step], batches.make(syncs[step]))
             report["lr"] = config.lr * min(1, step / max(1, warmup))
             optimizer.param_groups[0]["lr"] = report["lr"]
             optimizer.step()
@@ -618,6 +611,13 @@ def train(config: Config) -> "Run":
         run.finish()
     return run
 
+def sync_steps(config: Config, steps: int) -> dict[int, int]:
+    """The steps at which the reference is set to the policy, each with the next one, or the last step of the
+    run; step 0 is the start. For another rule that is known beforehand, such as a growing k, change this."""
+    if config.sync_k >= steps:
+        warn(f"--sync-k {config.sync_k}: in {steps} steps the reference is never synced; lower it")
+    return dict(itertools.pairwise([*range(0, steps, config.sync_k or steps), steps]))
+
 def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str, float]:
     """Set the .grad of the parameters, which are None or 0, to the gradient of the batch's mean loss; returns
     what the step logs. All means are over the global batch: microbatches and ranks do not change the result."""
@@ -625,20 +625,21 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
     totals = {}  # of each metric; see `add_metrics`
     total_loss = torch.zeros((), device=policy.device)
     z0 = None
-    if config.perception == "sample":
+    if config.perception == "sample" and batch.sequences:
         decide_verdicts(policy, batch, config)
     if loss.needs_mismatched:
         z0 = kto_reference_point(policy, batch, config)
 
-    active = [sequence for sequence in batch.sequences if not sequence.is_idle]
+    active = [sequence for sequence in batch.sequences if not is_idle(sequence, config)]
     for x in microbatches(policy, active, config):  # those of this rank
-        x.step, x.z0 = batch.step, z0
-        with autocast(policy, config):
+        x.step, x.is_on_policy, x.z0 = batch.step, batch.is_on_policy, z0
+        with policy.autocast():
             x.logps = log_probs(policy, x.packed, config.logits_temperature)
         take_log_ratios(x, config)
         if x.log_ratio is not None:
             x.perceived, x.is_low, x.is_high = perceive(x.log_ratio, x, config)
         losses = loss.compute(x, config)
+        # FSDP needs equally many microbatches on all ranks, so some ranks repeat one, which has no share here.
         contribution = x.counts * share_of_mean(losses, x, batch, config)
         scale = WORLD_SIZE if config.shard else 1  # FSDP averages over ranks
         (contribution * scale).backward()
@@ -652,6 +653,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
             p.grad = torch.zeros_like(p)
         if WORLD_SIZE > 1 and not config.shard:  # if sharded, the backward pass has done so
             dist.all_reduce(p.grad)
+    batch.is_on_policy = False  # the caller updates the policy
     return step_metrics(batch, totals, total_loss, z0, config)
 
 @torch.no_grad()
@@ -671,28 +673,33 @@ def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> Non
         }
     if x.d is not None:
         x.metrics["kl"] = token_kl(x.d), x.mask
-    if x.sampler_logps is not None:
-        to_sampler = x.logps - x.sampler_logps
-        importance = to_sampler.sum(-1).double().clamp(-300, 300).exp()
-        everywhere = torch.ones_like(x.is_chosen)
-        x.metrics["importance"] = importance, everywhere
-        x.metrics["importance_squared"] = importance**2, everywhere
-        if config.sample_every and config.sampler != "generate":
-            x.metrics["sampler_gap"] = to_sampler.abs(), x.mask
+    to_sampler = x.logps - x.sampler_logps  # NaN where the sampler is unknown
+    importance = to_sampler.sum(-1).double().clamp(-300, 300).exp()
+    x.metrics["importance"] = importance, ~importance.isnan()
+    x.metrics["importance_squared"] = importance**2, ~importance.isnan()
+    if x.is_on_policy and config.sampler != "generate":  # the sampler and the policy have the same weights
+        x.metrics["sampler_gap"] = to_sampler.abs(), x.mask
     for name, (values, where) in x.metrics.items():
-        total = (values * where).sum().double()
+        total = values.where(where.bool(), 0).sum().double()
         count = where.sum().double()
         totals[name] = totals.get(name, 0) + torch.stack([total, count])
 
 def take_log_ratios(x: Microbatch, config: Config) -> None:
-    """Fill in d and the log-ratio that perception works on, as far as the loss needs them."""
-    if config.needs_ref_logps:
-        if x.ref_logps is None:
-            raise ValueError("the sequences have no ref_logps; call Reference.sync and Reference.score first")
-        x.d = x.log_ratio = x.logps - x.ref_logps
-    if config.ratio_to_old:
-        old_logps = x.logps.detach() if x.old_logps is None else x.old_logps
-        x.log_ratio = x.logps - old_logps
+    """Fill in d and the log-ratio that perception works on, as far as the loss needs them. Raises ValueError if
+    the sequences lack log-probs that these need."""
+    needs_old = config.ratio_to == "old policy" and not x.is_on_policy
+    for name, is_needed, advice in (
+            ("old_logps", needs_old, "call attach_logps when rollouts are drawn"),
+            ("ref_logps", config.has_reference, "call Reference.score before, and Reference.sync without the "
+             "step of the next sync if it is not known")):
+        if is_needed and any(getattr(sequence, name) is None for sequence in itertools.chain(*x.packed)):
+            raise ValueError(f"step {x.step}: the sequences have no {name}; {advice}")
+    if x.is_on_policy:
+        x.old_logps = x.logps.detach()
+    if config.has_reference:
+        x.d = x.logps - x.ref_logps
+    if config.ratio_to:
+        x.log_ratio = x.d if config.ratio_to == "reference" else x.logps - x.old_logps
 
 def perceive(log_ratio: Tensor, x: Microbatch, config: Config) -> tuple[Tensor, Tensor, Tensor]:
     """Apply perception to (N, T) log-ratios. Returns d̃ and two boolean tensors of the same shape, where the
@@ -702,11 +709,8 @@ def perceive(log_ratio: Tensor, x: Microbatch, config: Config) -> tuple[Tensor, 
         low = config.log_eps_p
         high = config.log_eps_r
         return humanline_clip(log_ratio, low, high), log_ratio < low, log_ratio > high
-    verdicts = x.verdicts
-    if verdicts is None:  # --perception none, or the sequences of z₀
-        verdicts = torch.zeros_like(log_ratio)
-    perceived = torch.where(verdicts != 0, log_ratio.detach(), log_ratio)
-    return perceived, verdicts < 0, verdicts > 0
+    perceived = torch.where(x.verdicts != 0, log_ratio.detach(), log_ratio)
+    return perceived, x.verdicts < 0, x.verdicts > 0
 
 def share_of_mean(losses: Tensor, x: Microbatch, batch: "Batch", config: Config) -> Tensor:
     """The contribution of a microbatch to the mean loss of the whole batch. Idle sequences count in the
@@ -728,7 +732,7 @@ def log_ratios_without_gradient(policy: Module, sequences: list[Sequence], batch
                                 config: Config) -> Microbatch:
     """The record of these sequences up to their log-ratios, without gradients, on the CPU of every rank."""
     x = make_microbatch([[sequence] for sequence in sequences], torch.device("cpu"))
-    x.step = batch.step
+    x.step, x.is_on_policy = batch.step, batch.is_on_policy
     x.logps = pad_sequence(sequence_logps(policy, sequences, config), batch_first=True)
     take_log_ratios(x, config)
     return x
@@ -736,19 +740,16 @@ def log_ratios_without_gradient(policy: Module, sequences: list[Sequence], batch
 def decide_verdicts(policy: Module, batch: "Batch", config: Config) -> None:
     """--perception sample: decide for each token before the step starts, because M_P and M_R are maxima over
     the whole batch."""
-    if not batch.sequences:  # no group had a difference in rewards
-        return
     x = log_ratios_without_gradient(policy, batch.sequences, batch, config)
     d = x.log_ratio[x.mask]
     generator = torch.Generator().manual_seed(seed_for(config.seed, "reject", batch.step))
-    verdicts = humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), config.gamma_p, config.gamma_r,
-                                  config.beta_p, config.beta_r, generator)
+    verdicts = humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), generator=generator)
     for sequence, tokens in zip(batch.sequences, verdicts.split(x.mask.sum(-1).tolist())):
         sequence.verdicts = tokens
 
 def kto_reference_point(policy: Module, batch: "Batch", config: Config) -> Tensor:
     """z₀ = max(0, mean of Σ_t d̃_t over mismatched prompts and completions), in nats, for the whole batch."""
-    is_unchanged = config.ratio_to_old and all(sequence.old_logps is None for sequence in batch.mismatched)
+    is_unchanged = config.ratio_to == "old policy" and batch.is_on_policy
     if is_unchanged or not batch.mismatched:  # the log-ratio of the policy with itself is 0
         return torch.zeros((), device=policy.device)
     x = log_ratios_without_gradient(policy, batch.mismatched, batch, config)
@@ -832,8 +833,9 @@ class Run:
         require(len(settings) == 1, "the ranks have different flags or rows")
 
     def begin(self, sampler: "Sampler", batches: "Batches", optimizer: torch.optim.Optimizer,
-              reference: "Reference") -> None:
-        """Create and lock the folder, load --sampler, resume from a checkpoint, and measure before step 1."""
+              reference: "Reference") -> int:
+        """Create and lock the folder, load --sampler, resume from a checkpoint, or measure before step 1.
+        Returns the first step to train."""
         config = self.config
         self.sampler, self.policy = sampler, sampler.policy
         self.batches, self.optimizer = batches, optimizer
@@ -873,11 +875,13 @@ class Run:
         for line in from_first_rank(lambda: list(read_lines(self.out / "metrics.jsonl"))):
             self.watch(line)
             self.latest |= line
-        self.steps = tqdm(range(first, batches.steps + 1), config.loss, batches.steps, initial=first - 1,
-                          **{"disable": True} if RANK else {})
+        self.bar = tqdm(desc=config.loss, total=batches.steps, initial=first - 1,
+                        **{"disable": True} if RANK else {})
+        self.stack.callback(self.bar.close)
         if first == 1:
             self.latest = {f"{name}_before": value for name, value in self.measure(0).items()}
         self.signals = note_signals(self.stack)
+        return first
 
     def measure(self, step: int) -> dict[str, float]:
         """On --eval-data: `accuracy`, the mean reward of samples, and `greedy`, that of greedy ones."""
@@ -915,7 +919,7 @@ class Run:
         # to -log(top_p).
         limit = SAMPLER_GAP - math.log(self.config.top_p)
         gap = line.get("sampler_gap", 0.0)
-        if gap > limit and (line["step"] - 1) % self.config.sample_every == 0:
+        if gap > limit:
             raise UserError(
                 f"step {line['step']}: --sampler {self.config.sampler} differs from the policy by {gap:.3f} "
                 f"nats a token with the same weights (limit {limit:.3g}); compare dtypes and versions, check "
@@ -933,7 +937,8 @@ class Run:
                 self.track(line, step=line["step"])
         # Offline, the reward is that of the data.
         shown = "loss", "reward" if self.config.sample_every else "logp_wanted", "ordered", "margin"
-        self.steps.set_postfix({name: line[name] for name in shown if name in line}, refresh=False)
+        self.bar.set_postfix({name: line[name] for name in shown if name in line}, refresh=False)
+        self.bar.update()
 
     def finish(self) -> None:
         """Write the final model, unless a signal stopped the run."""
@@ -944,6 +949,7 @@ class Run:
 
 SAMPLER_GAP = 0.1  # largest mean difference between a --sampler and the policy, in nats per token
 EVALUATION = 500_000  # added to the step to seed the samples of a measurement
+REDRAW = 10**9  # subtracted from the step to seed its second drawing, and again for the third
 LOG_FILES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")  # each line has a step
 
 class Watch:
@@ -1096,7 +1102,10 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
         require(tokenizer.eos_token_id is not None, f"--model {name}: its tokenizer has no end-of-sequence "
                 "token, so completions cannot end; set eos_token in tokenizer_config.json")
         config.dtype = choose_dtype(policy, config)  # so that resuming on another machine is exact
-        config.is_mixed = config.dtype == "mixed" or (config.lora > 0 and config.dtype == "bfloat16")
+        # Whether the trained weights are fp32 and matrix products bf16.
+        policy.is_mixed = config.dtype == "mixed" or (config.lora > 0 and config.dtype == "bfloat16")
+        policy.autocast = functools.partial(
+            torch.autocast, device.type, torch.bfloat16, enabled=policy.is_mixed)  # around every pass
         if config.lora:
             add_adapters(policy, config)
         switch_off_dropout(policy)
@@ -1118,8 +1127,8 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
     advice = "install a C++ compiler and the headers of Python, or pass --no-compile"
     with explained("torch.compile", advice) if config.compile else contextlib.nullcontext():
         check_output_head(policy, config)
-    # All ranks must cut batches alike.
-    config.shares_prompts = all(gather_from_ranks(can_share_prompts(policy, config)))
+    # Whether a row of the forward pass may hold several completions. All ranks must cut batches alike.
+    policy.shares_prompts = all(gather_from_ranks(can_share_prompts(policy)))
     return policy, tokenizer
 
 def load_weights(config: Config, device: torch.device) -> Module:
@@ -1157,7 +1166,7 @@ def add_adapters(policy: Module, config: Config) -> None:
         policy.add_adapter(LoraConfig(r=config.lora, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
                                       target_modules="all-linear"))
     for p in policy.parameters():
-        stays_fp32 = p.requires_grad or not config.is_mixed
+        stays_fp32 = p.requires_grad or not policy.is_mixed
         p.data = p.data.to(torch.float32 if stays_fp32 else torch.bfloat16)
     for module in policy.modules():
         if hasattr(module, "lora_A"):  # autocast casts already; peft would keep a copy for each adapter
@@ -1180,7 +1189,7 @@ def shard(policy: Module, layers: list[Module], device: torch.device, config: Co
     """FSDP2: each rank keeps a part of the weights of every layer, and gathers a layer when it is needed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-    precision = MixedPrecisionPolicy(torch.bfloat16 if config.is_mixed else None, torch.float32)
+    precision = MixedPrecisionPolicy(torch.bfloat16 if policy.is_mixed else None, torch.float32)
     for module in [*layers, policy]:  # resharded after use, so that parameters() are always shards
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     policy.completion_logps = functools.partial(completion_logps, policy)
@@ -1193,12 +1202,12 @@ def check_output_head(policy: Module, config: Config) -> None:
     require(policy.base_model is not policy, f"{name}: its class does not name its body (base_model_prefix)")
     ids = torch.arange(8, device=policy.device)[None] % policy.config.get_text_config().vocab_size
     sequence = Sequence(ids[0, :1].tolist(), ids[0, 1:].tolist())
-    with autocast(policy, config):
+    with policy.autocast():
         ours = log_probs(policy, [[sequence]])
         logits = policy(input_ids=ids, use_cache=False).logits
     theirs = logits[:, :-1].float().log_softmax(-1)
     theirs = theirs.gather(2, ids[:, 1:, None])[..., 0]
-    tolerance = 0.005 if policy.dtype == torch.float32 and not config.is_mixed else 0.05
+    tolerance = 0.005 if policy.dtype == torch.float32 and not policy.is_mixed else 0.05
     require(logits.isfinite().all(), f"{name}: its logits or its weights contain NaN or infinity")
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
             f"{name}: its logits are not hidden states times output embeddings, which token_logps requires, "
@@ -1207,7 +1216,7 @@ def check_output_head(policy: Module, config: Config) -> None:
             f"{name}: its output head has a bias, which token_logps leaves out")
 
 @torch.no_grad()
-def can_share_prompts(policy: Module, config: Config) -> bool:
+def can_share_prompts(policy: Module) -> bool:
     """True if every layer uses full causal attention and respects the mask and positions that it is given."""
     text = policy.config.get_text_config()
     window = "sliding" if getattr(text, "sliding_window", None) else "full_attention"
@@ -1219,7 +1228,7 @@ def can_share_prompts(policy: Module, config: Config) -> bool:
         Sequence([1, 2, 3, 4], [7, 6])
     ]
     with contextlib.suppress(Exception), torch.compiler.set_stance("force_eager"):  # some reject such masks
-        with autocast(policy, config):
+        with policy.autocast():
             in_one_row = log_probs(policy, [pair])
             in_own_rows = log_probs(policy, [[sequence] for sequence in pair])
         return torch.allclose(in_one_row, in_own_rows, rtol=0.05, atol=0.05)
@@ -1612,6 +1621,7 @@ class Batch:
     mismatched: list[Sequence]  # KTO: prompts with the completion of another prompt, for z₀
     reward: float  # mean reward of the groups that the batch was made of
     no_difference: float | None = None  # share of these groups whose rewards are all equal
+    is_on_policy: bool = False  # drawn from the policy as it is; `forward_backward` is followed by an update
 
 class Batches:
     """The batches of a run, in order. Offline they are a function of --seed and the step; online they are
@@ -1622,9 +1632,10 @@ class Batches:
         self.longest = longest  # see Sampler
         self.fingerprint = ""  # of the rows and the model; must be the same on resume
         self.loss = LOSSES[config.loss]
-        self.pending = deque()
+        self.pending: list[Batch] = []
         self.made_until = 0  # the last step whose batch has been made
-        self.pool = groups  # online: prompts; offline: units with their groups
+        # Groups with the sequences to train on: offline, one unit of the loss; online, none are drawn yet.
+        self.pool: list[tuple[Group, list[Sequence]]] = [(group, []) for group in groups]
         self.per_step = config.batch_size  # how many of them a step takes
         if config.sample_every and self.loss.unit == "example":  # each prompt gives a whole group of examples
             self.per_step, rest = divmod(config.batch_size, config.group_size)
@@ -1633,11 +1644,11 @@ class Batches:
         if not config.sample_every:
             require(self.loss.unit == "example" or not any(group.labelled for group in groups), "--data: "
                     "labelled completions do not form pairs or groups; use --loss kto, or --sample-every 1")
-            prepare_groups(groups, config)
-            self.pool = [(unit, group) for group in groups for unit in group.units]
-            require(any(not sequence.is_idle for unit, _ in self.pool for sequence in unit),
+            prepared = prepare_groups(groups, config)
+            self.pool = [(group, unit) for group, units in zip(groups, prepared) for unit in units]
+            require(any(not is_idle(sequence, config) for _, unit in self.pool for sequence in unit),
                     "--data: no row has both a better and a worse completion")
-            if tied := sum(not group.units for group in groups):
+            if tied := sum(not units for units in prepared):
                 warn(f"--data: dropped {tied} of {len(groups)} prompts whose rewards or completions are equal")
         require(self.per_step <= len(self.pool), f"--batch-size {config.batch_size}: a step needs "
                 f"{self.per_step} prompts, pairs or examples, but --data has {len(self.pool)}; lower it")
@@ -1646,37 +1657,30 @@ class Batches:
             warn("z₀ is 0 in every step, because a batch has only one prompt; raise --batch-size, or add prompts")
         self.steps = config.steps or len(self.pool) // self.per_step  # in the whole run
         self.order = []  # indices into the pool; each epoch is shuffled anew
-        needed = self.steps * self.per_step
-        for epoch in range(math.ceil(needed / len(self.pool))):
+        while len(self.order) < self.steps * self.per_step:
+            epoch = len(self.order) // len(self.pool)
             generator = torch.Generator().manual_seed(seed_for(config.seed, "order", epoch))
             self.order += torch.randperm(len(self.pool), generator=generator).tolist()
-        del self.order[needed:]
-
-    def of_steps(self, first: int, last: int) -> list:
-        """The members of the pool for steps `first` to `last`; online, the prompts to sample from."""
-        places = self.order[(first - 1) * self.per_step : last * self.per_step]
-        return [self.pool[i] for i in places]
 
     def next(self, step: int) -> Batch:
         """The batch of the next step."""
-        if not self.config.sample_every and not self.pending:
+        if not self.pending:
             self.make(step)
-        return self.pending.popleft()
+        return self.pending.pop(0)
 
-    def make(self, until: int, rollouts: list[Group] | None = None) -> None:
-        """Make the batches up to step `until`; online, from the rollouts of the prompts `of_steps`."""
+    def make(self, until: int, rollouts: list[Group] | None = None) -> list[Batch]:
+        """Make the batches up to step `until`: offline from the data, online from rollouts of the prompts
+        `of_steps`, and without rollouts none. Returns those of them that have not been trained on."""
         first = self.made_until + 1
+        members = []
         if rollouts is not None:
-            prepare_groups(rollouts, self.config)
-        for step in range(first, until + 1):
-            if rollouts is None:
-                members = self.of_steps(step, step)
-                units = [unit for unit, _ in members]
-                groups = [group for _, group in members]
-            else:
-                start = (step - first) * self.per_step
-                groups = rollouts[start : start + self.per_step]
-                units = [unit for group in groups for unit in group.units]
+            units = prepare_groups(rollouts, self.config)
+            members = [(group, sum(of_group, [])) for group, of_group in zip(rollouts, units)]
+        elif not self.config.sample_every:
+            members = self.of_steps(first, min(until, self.steps))
+        for step in range(first, first + len(members) // self.per_step):
+            start = (step - first) * self.per_step
+            groups, units = zip(*members[start : start + self.per_step])
             # Copies, because in another epoch they have another reference.
             sequences = [dataclasses.replace(sequence) for unit in units for sequence in unit]
             mismatched = self.mismatch(sequences) if self.loss.needs_mismatched else []
@@ -1684,8 +1688,15 @@ class Batches:
             if self.config.sample_every or self.loss.unit == "group":
                 no_difference = fmean([max(group.rewards) == min(group.rewards) for group in groups])
             reward = fmean([fmean(group.rewards) for group in groups])
-            self.pending.append(Batch(step, sequences, mismatched, reward, no_difference))
+            is_on_policy = rollouts is not None and step == first
+            self.pending.append(Batch(step, sequences, mismatched, reward, no_difference, is_on_policy))
             self.made_until = step
+        return [batch for batch in self.pending if batch.step <= until]
+
+    def of_steps(self, first: int, last: int) -> list[tuple[Group, list[Sequence]]]:
+        """The members of the pool for steps `first` to `last`."""
+        places = self.order[(first - 1) * self.per_step : last * self.per_step]
+        return [self.pool[i] for i in places]
 
     def mismatch(self, sequences: list[Sequence]) -> list[Sequence]:
         """Combine each prompt with the completion of the next sequence that has another prompt, for z₀. Online,
@@ -1698,34 +1709,38 @@ class Batches:
             for other in sequences[start:] + sequences[:start]:
                 if other.prompt != sequence.prompt:
                     completion = other.completion[: self.longest - len(sequence.prompt)]
-                    mismatched.append(Sequence(sequence.prompt, completion, is_chosen=sequence.is_chosen))
+                    mismatched.append(Sequence(sequence.prompt, completion, sequence.advantage))
                     break
         return mismatched
 
-def prepare_groups(groups: list[Group], config: Config) -> None:
-    """Turn the completions of each group into sequences with advantages, and these into the units of the
-    loss."""
+def prepare_groups(groups: list[Group], config: Config) -> list[list[list[Sequence]]]:
+    """For each group, the units of the loss: lists of sequences with advantages."""
     loss = LOSSES[config.loss]
-    # M_P and M_R of --perception sample are maxima over all tokens, so it needs every token's d.
-    needs_all = not config.chosen_alone and (loss.needs_all or loss.unit != "group" or config.kl_beta > 0
-                                             or config.perception == "sample")
+    prepared = []
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
         advantages = group_advantages(rewards, scale=config.scale_rewards)
+        if group.labelled:
+            advantages = torch.where(rewards > 0.5, 1.0, -1.0)
         advantages[advantages.abs() < 1e-9] = 0  # rounding errors
         if config.positive_only:
             advantages.clamp_(min=0)
-        group.sequences = []
-        for i, completion in enumerate(group.completions):
-            advantage = float(advantages[i])
-            is_chosen = group.rewards[i] > 0.5 if group.labelled else advantage > 0
-            sequence = Sequence(group.prompt, completion, advantage, is_chosen)
-            sequence.is_idle = advantage == 0 and not needs_all
-            if group.logps:
-                sequence.sampler_logps = torch.tensor(group.logps[i], dtype=torch.float32)
-            group.sequences.append(sequence)
-        group.units = loss.make_units(group)
-    loss.set_weights([sequence for group in groups for unit in group.units for sequence in unit], config)
+        sequences = [Sequence(group.prompt, ids, advantage)
+                     for ids, advantage in zip(group.completions, advantages.tolist())]
+        for sequence, logps in zip(sequences, group.logps):
+            sequence.sampler_logps = torch.tensor(logps, dtype=torch.float32)
+        prepared.append(loss.make_units(group, sequences))
+    loss.set_weights([sequence for units in prepared for unit in units for sequence in unit], config)
+    return prepared
+
+def is_idle(sequence: Sequence, config: Config) -> bool:
+    """True if a sequence has no gradient, and so is skipped: it counts in the mean with a loss of 0."""
+    loss = LOSSES[config.loss]
+    if loss.unit == "pair":
+        return sequence.advantage == 0 and config.positive_only
+    # M_P and M_R of --perception sample are maxima over all tokens, so it needs every token's d.
+    needs_all = loss.needs_all or config.kl_beta > 0 or config.perception == "sample"
+    return sequence.advantage == 0 and not needs_all and (config.positive_only or loss.unit == "group")
 
 # ---------- Rollouts ----------------------------------------------------------------------------------------
 # Completions sampled from the policy, with their rewards.
@@ -1746,6 +1761,7 @@ class Sampler:
         self.longest = min(self.max_positions, config.max_length or self.max_positions)
         self.vocabulary = set(range(len(policy.get_input_embeddings().weight)))
         self.external = None  # a --sampler, used instead of `generate`
+        self.drawings = Counter()  # how often samples were drawn at a step
         # Loading a reward can take long.
         self.reward = Reward(config) if config.sample_every or config.eval_data else None
 
@@ -1772,8 +1788,12 @@ class Sampler:
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
                       greedy: bool = False) -> list[Group]:
         """Sample `size` completions for each prompt and reward them. The samples are a function of --seed, of
-        `step` and of how calls are split, which --sample-tokens and the number of ranks decide. The `row` of
-        a prompt is an index into `rows`. Raises UserError if the reward failed on every sample so far."""
+        `step`, of how often it was drawn at this step, and of how calls are split, which --sample-tokens and
+        the number of ranks decide. The `row` of a prompt is an index into `rows`. Raises UserError if the
+        reward failed on every sample so far."""
+        key = step, greedy
+        step -= REDRAW * self.drawings[key]
+        self.drawings[key] += 1
         repeated = [group for group in prompts for _ in range(size)]
         calls = self.plan_calls(repeated)
         if self.external:
@@ -1887,7 +1907,7 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
     policy.generation_config = GenerationConfig()
     policy.eval()
     try:
-        with autocast(policy, config), torch.compiler.set_stance("force_eager"):
+        with policy.autocast(), torch.compiler.set_stance("force_eager"):
             cache = prompt_cache(policy, ids, mask, config)
             drawn = policy.generate(ids, attention_mask=mask, **cache,
                                     generation_config=settings, logits_processor=processors)
@@ -1926,7 +1946,7 @@ def prompt_cache(policy: Module, ids: Tensor, mask: Tensor, config: Config) -> d
     allocated at full length, which costs less than a cache that grows with each token."""
     from transformers import DynamicCache, StaticCache
     different, index = torch.cat([ids, mask], 1).unique_consecutive(dim=0, return_inverse=True)
-    if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not config.shares_prompts:
+    if len(different) == len(ids) or ids.shape[1] < 2 or config.shard or not policy.shares_prompts:
         return {}
     dtype = torch.bfloat16 if torch.is_autocast_enabled(policy.device.type) else policy.dtype
     kind, size = DynamicCache, {}
@@ -2128,55 +2148,53 @@ class FunctionProcess:
 # ---------- The reference -----------------------------------------------------------------------------------
 
 class Reference:
-    """π_ref, an earlier policy, and its log-probs. There is no second model.
+    """π_ref, an earlier policy, and its log-probs. There is no second model. It has two ways:
 
-    Usually there is nothing to keep: at a sync the reference *is* the policy, so one pass of the policy gives
-    the log-probs of all batches up to the next sync (lookahead). If some of these batches are still to be
-    sampled, the weights of the reference (with LoRA, its adapters) are kept in host memory, and swapped into
-    the policy once for all batches of the same rollouts.
+    Lookahead: at a sync the reference *is* the policy, so one pass of the policy gives the log-probs of all
+    batches up to the next sync. Offline this is all that is ever needed.
 
-    lookahead=False keeps the weights always, and swaps them in before each step. This works for any rule by
-    which the reference follows the policy, such as an average: write another `sync`. `train` calls that of
-    humanline.Reference every --sync-k steps, your own loop when you like. The weights kept have the policy's
-    dtype; in bf16 an average would lose its small steps."""
+    Put aside: for batches that are still to be sampled, the weights of the reference (with LoRA, its adapters)
+    are kept in host memory, and swapped into the policy for one pass over all batches of the same rollouts.
 
-    def __init__(self, policy: Module, batches: Batches, config: Config, lookahead: bool = True):
-        self.policy, self.batches, self.config, self.lookahead = policy, batches, config, lookahead
-        self.until = 0  # the last step that is known to use this reference
-        self.weights: list[Tensor] | None = None  # in host memory; None: no batch needs them
+    A reference that follows the policy by a rule of its own, such as an average, overrides `sync` and puts its
+    weights aside. They have the policy's dtype; in bf16 an average would lose its small steps."""
+
+    def __init__(self, policy: Module, batches: Batches, config: Config):
+        self.policy, self.batches, self.config = policy, batches, config
+        self.until = 0  # no sync comes before this step
+        self.weights: list[Tensor] | None = None  # put aside, in host memory
         self.parts = [p.detach() for p in trained(policy).values()]  # this rank's part of the policy
         if config.shard:
             self.parts = [part.to_local() for part in self.parts]
 
-    def sync(self, step: int) -> None:
-        """π_ref ← π_θ, before the update of this step."""
-        if not self.config.needs_ref_logps:
+    def sync(self, until: int | None = None, ahead: Iterable[Batch] = ()) -> None:
+        """π_ref ← π_θ, before the update of a step.
+
+        Args:
+            until: the step of the next sync, or the last step. None: it is not known, so the weights are put
+                aside, and every batch is scored in its own step.
+            ahead: the batches up to that step, as far as they have been made.
+        """
+        if not self.config.has_reference:
             return
-        self.until = step
-        if self.lookahead:  # up to the next sync
-            self.until = self.batches.steps
-            if self.config.sync_k:
-                self.until = min(self.until, step + self.config.sync_k)
-            if not self.config.sample_every:
-                self.batches.make(self.until)
-            ahead = [batch for batch in self.batches.pending if batch.step <= self.until]
-            attach_logps("ref_logps", self.policy, ahead, self.config)
+        for batch in self.batches.pending:  # what they have is of the reference before
+            for sequence in batch.sequences + batch.mismatched:
+                sequence.ref_logps = None
+        self.until = until or 0
+        attach_logps("ref_logps", self.policy, ahead, self.config)
         self.weights = None
-        if not self.lookahead or self.batches.made_until < self.until:
+        if until is None or self.batches.made_until < until:
             self.weights = [part.to("cpu", copy=True) for part in self.parts]
 
     def score(self, batch: Batch) -> None:
         """Make sure that a batch has the log-probs of the reference; call it before each step."""
-        sequences = batch.sequences + batch.mismatched
-        lacks = any(sequence.ref_logps is None and not sequence.is_idle for sequence in sequences)
-        if self.weights is None or not lacks:
+        is_scored = any(sequence.ref_logps is not None for sequence in batch.sequences + batch.mismatched)
+        if is_scored or self.weights is None:
             return
-        self.swap_weights()
         ahead = [other for other in self.batches.pending if other.step <= self.until]
+        self.swap_weights()
         attach_logps("ref_logps", self.policy, [batch, *ahead], self.config)
         self.swap_weights()
-        if self.lookahead and self.batches.made_until >= self.until:
-            self.weights = None
 
     def swap_weights(self) -> None:
         """Exchange the weights of the policy and of the reference."""
@@ -2189,16 +2207,12 @@ def attach_logps(name: Literal["ref_logps", "old_logps"], policy: Module, batche
                  config: Config) -> None:
     """Attach the log-probs of the current policy to the sequences of these batches."""
     for batch in tqdm(batches, "scoring", leave=False, delay=1, disable=RANK > 0 or None):
-        for sequences in (batch.sequences, batch.mismatched):
-            active = [sequence for sequence in sequences if not sequence.is_idle]
-            for sequence, logps in zip(active, sequence_logps(policy, active, config)):
+        active = [sequence for sequence in batch.sequences if not is_idle(sequence, config)]
+        for sequences in (active, batch.mismatched):
+            for sequence, logps in zip(sequences, sequence_logps(policy, sequences, config)):
                 setattr(sequence, name, logps)
 
 # ---------- Log-probs and microbatches ----------------------------------------------------------------------
-
-def autocast(policy: Module, config: Config) -> torch.autocast:
-    """The precision of every pass of the policy: --dtype mixed multiplies matrices in bf16."""
-    return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.is_mixed)
 
 @torch.no_grad()
 def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) -> list[Tensor]:
@@ -2206,7 +2220,7 @@ def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) ->
     parts = {id(sequence): torch.zeros(len(sequence.completion), device=policy.device)
              for sequence in sequences}
     for x in microbatches(policy, sequences, config):
-        with autocast(policy, config):
+        with policy.autocast():
             logps = log_probs(policy, x.packed, config.logits_temperature)
         if x.counts:
             for sequence, values in zip(itertools.chain(*x.packed), logps):
@@ -2224,7 +2238,7 @@ def microbatches(policy: Module, sequences: list[Sequence], config: Config) -> l
     need equally many: a rank with fewer repeats one of them, which does not count."""
     if not sequences:
         return []
-    cuts = cut(sequences, config)
+    cuts = cut(policy, sequences, config)
     mine = cuts[RANK]
     count = len(mine)
     if config.shard:
@@ -2241,36 +2255,39 @@ def make_microbatch(packed: list[Packed], device: torch.device) -> Microbatch:
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     mask = mask.to(device, non_blocking=True)
     columns = {}
-    for name in ("ref_logps", "old_logps", "sampler_logps", "verdicts"):
+    unknown_values = dict(ref_logps=math.nan, old_logps=math.nan, sampler_logps=math.nan, verdicts=0)
+    for name, unknown in unknown_values.items():
         parts = [getattr(sequence, name) for sequence in sequences]
-        is_known = all(part is not None for part in parts)
-        columns[name] = pad_sequence(parts, batch_first=True).to(device) if is_known else None
-    for name, one in (("advantages", "advantage"), ("is_chosen", "is_chosen"), ("kto_weights", "kto_weight")):
-        columns[name] = torch.tensor([getattr(sequence, one) for sequence in sequences], device=device)
-    return Microbatch(packed=packed, mask=mask, **columns)
+        parts = [torch.full((n,), unknown) if part is None else part for part, n in zip(parts, lengths)]
+        columns[name] = pad_sequence(parts, batch_first=True).to(device)
+    for name in ("advantage", "kto_weight"):
+        columns[f"{name}s"] = torch.tensor([getattr(sequence, name) for sequence in sequences], device=device)
+    return Microbatch(packed=packed, mask=mask, is_chosen=columns["advantages"] > 0, **columns)
 
-def cut(sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
-    """For each rank a list of microbatches, each a list of rows of the forward pass. All ranks compute the
-    same result.
+def cut(policy: Module, sequences: list[Sequence], config: Config) -> list[list[list[Packed]]]:
+    """For each rank a list of microbatches. All ranks compute the same result. From small to large:
 
-    The two halves of a pair stay together. Adjacent sequences with the same prompt share a row, so the prompt
-    is computed once. Each token then also pays for the masked attention to its neighbours: at most 9/8 of
-    that of separate rows while the row is no longer than three prompts, and little up to 256 tokens."""
-    in_pairs = LOSSES[config.loss].unit == "pair" and not config.chosen_alone
+        sequence    a prompt with one completion
+        row         neighbouring sequences with the same prompt, which is then computed once
+        block       what stays together: one row, or the two halves of a pair in one row or in two
+        microbatch  a list of rows, which go through the policy together; blocks of similar width
+
+    In a row each token also pays for the masked attention to its neighbours: at most 9/8 of that of separate
+    rows while the row is no longer than three prompts, and little up to 256 tokens."""
     width = lambda row: len(row[0].prompt) + sum(len(sequence.completion) for sequence in row)
-    blocks = []  # what stays together: one row, or both rows of a pair
-    for i, sequence in enumerate(sequences):
-        is_second = in_pairs and i % 2 == 1
-        # The row that this sequence may join: that of the first of its pair, or the last one.
-        row = blocks[-1][-1] if is_second or (blocks and not in_pairs) else []
-        longest = min(config.microbatch_tokens, max(3 * len(sequence.prompt), 256))
-        is_neighbour = config.shares_prompts and row and row[0].prompt == sequence.prompt
-        if is_neighbour and width([*row, sequence]) <= longest:
-            row.append(sequence)
-        elif is_second:
-            blocks[-1].append([sequence])
-        else:
-            blocks.append([[sequence]])
+    longest = lambda row: min(config.microbatch_tokens, max(3 * len(row[0].prompt), 256))
+    is_row = lambda row: (
+        policy.shares_prompts and row[0].prompt == row[-1].prompt and width(row) <= longest(row))
+    blocks = []
+    if LOSSES[config.loss].unit == "pair" and not config.positive_only:
+        for pair in zip(sequences[0::2], sequences[1::2]):
+            blocks.append([[*pair]] if is_row(pair) else [[sequence] for sequence in pair])
+    else:
+        for sequence in sequences:
+            if blocks and is_row([*blocks[-1][0], sequence]):
+                blocks[-1][0].append(sequence)
+            else:
+                blocks.append([[sequence]])
     blocks.sort(key=lambda block: sum(map(width, block)), reverse=True)
     cuts = []
     for i in range(WORLD_SIZE):  # in turn, so that ranks have similar work
@@ -2389,7 +2406,12 @@ def token_logps(hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, softcap:
 
 class TokenLogps(torch.autograd.Function):
     """log softmax(softcap(h Wᵀ) / T)[label] of M tokens, in `count` chunks. The logits of the first chunk are
-    kept for the backward pass, which can run once and computes the others again, in the same memory."""
+    kept for the backward pass, which can run once and computes the others again, in the same memory.
+
+    With z = softcap(h Wᵀ) / T, m = max z and s = Σ exp(z - m), the log-prob is z[label] - m - log s, and its
+    gradient by z is onehot(label) - exp(z - m) / s. `out` holds D = exp(z - m) - s onehot(label), times the
+    slope of the softcap, which is -s T times the gradient by h Wᵀ. So with g, the gradient of the log-probs,
+    dh = f D W and dW = Dᵀ (f h), where f = -g / (s T)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, softcap, temperature, count):
@@ -2531,21 +2553,9 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     state = dict(step=step, settings=dataclasses.asdict(config) | dict(steps=batches.steps),
                  data=batches.fingerprint, made_until=batches.made_until, reference_until=reference.until,
                  has_reference=reference.weights is not None, batches=list(batches.pending))
-    values, size = [torch.zeros(0)], 0  # the batches' tensors are saved as one: a file has few names
-
-    def as_json(value: Any) -> dict:
-        """The fields of a batch or sequence; for a tensor, its place among the values."""
-        nonlocal size
-        if not isinstance(value, Tensor):
-            return vars(value)
-        values.append(value)
-        size += len(value)
-        return {"start": size - len(value), "end": size}
-
     if RANK != 0:
         return
-    text = json.dumps(state, default=as_json)
-    tensors["batches"] = torch.cat(values)
+    text = json.dumps(state, default=lambda item: item.tolist() if isinstance(item, Tensor) else vars(item))
     try:
         with new_folder(path) as folder:
             save_file(tensors, folder / "tensors.safetensors")
@@ -2651,13 +2661,11 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     from safetensors import safe_open
     policy, batches, config = reference.policy, reference.batches, reference.config
     tensors = safe_open(path / "tensors.safetensors", framework="pt")  # reads tensors one by one
-    values = tensors.get_tensor("batches")
 
     def from_json(item: dict) -> Any:
-        if "start" in item:
-            return values[item["start"] : item["end"]]
         if "completion" in item:
-            return Sequence(**item)
+            logps = {name: torch.tensor(item[name]) for name in item if "logps" in name and item[name]}
+            return Sequence(**item | logps)
         return Batch(**item) if "sequences" in item else item
 
     state = json.loads((path / "state.json").read_text(), object_hook=from_json)
@@ -2683,7 +2691,7 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
     for name, target in weights_and_moments(policy, optimizer).items():
         copy_full(target, tensors.get_tensor(name))
     batches.made_until = state["made_until"]
-    batches.pending = deque(state["batches"])
+    batches.pending = state["batches"]
     reference.until = state["reference_until"]
     return state["step"]
 
@@ -2791,11 +2799,10 @@ def parse_config(argv: list[str]) -> Config:
     reads_samples = config.sample_every or config.eval_data
     for flags, needed, is_read in (
             ("--sync-k --perception", "--humanline and a loss with a reference, which DPO with --positive-only "
-             "lacks", not config.is_plain),
+             "lacks", config.humanline and config.ratio_to),
             ("--log-eps-p --log-eps-r", "--humanline and --perception clip", config.perception == "clip"),
-            ("--gamma-p --gamma-r --beta-p --beta-r", "--humanline and --perception sample",
-             config.perception == "sample"),
-            ("--beta", "a reference, which DPO with --positive-only lacks", not config.chosen_alone),
+            ("--beta", "a reference, which DPO with --positive-only lacks",
+             not config.positive_only or LOSSES[config.loss].unit != "pair"),
             ("--lora-alpha", "--lora", config.lora),
             ("--sampler --temperature --top-p", "--sample-every or --eval-data", reads_samples),
             ("--eval-samples --eval-prompts", "--eval-data", config.eval_data),
@@ -2913,7 +2920,7 @@ def check_config(config: Config) -> None:
     require(config.resume != "latest" or config.out,
             "--resume latest needs the folder of the run; pass --out")
 
-FORMAT = 4  # of run folders; increased when older ones can no longer be resumed
+FORMAT = 5  # of run folders; increased when older ones can no longer be resumed
 TOML_HEAD = f"# python humanline.py --config THIS_FILE repeats the run. Format {FORMAT}.\n"
 
 def to_toml(config: Config) -> str:
@@ -2943,8 +2950,6 @@ def describe(run: Run, first: int) -> None:
           f"objective   {in_words(config)}; sync_k {config.sync_k}, perception {config.perception}\n"
           f"steps       {first} to {run.batches.steps}, batches of {config.batch_size}, lr {config.lr:g}",
           flush=True)
-    if config.sync_k >= run.batches.steps:
-        warn(f"--sync-k {config.sync_k}: in {run.batches.steps} steps the reference is never synced; lower it")
     # Half a bf16 step of a typical weight, 0.02, is 4e-5.
     if config.dtype == "bfloat16" and not config.lora and config.lr < 5e-5:
         warn(f"--dtype bfloat16: at --lr {config.lr:g} most updates are too small for bf16 weights and are "

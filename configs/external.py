@@ -109,7 +109,7 @@ class External:
         """Sample completions. If the process dies, hangs or returns something invalid, it is restarted and
         asked once more; raises UserError if that fails, too. The request contains everything that the
         completions depend on, so they can be reproduced."""
-        is_fp32 = self.policy.dtype == torch.float32 and not self.config.is_mixed
+        is_fp32 = self.policy.dtype == torch.float32 and not self.policy.is_mixed
         dtype = "float32" if is_fp32 else "bfloat16"
         settings = {
             "temperature": 0.0 if greedy else self.config.temperature,

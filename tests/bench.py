@@ -494,7 +494,7 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
         ones = [torch.ones(len(prompt), dtype=torch.long) for prompt in prompts]
         mask = pad_sequence(ones, True, 0, padding_side="left").to(device)
         torch.manual_seed(0)
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.is_mixed):
+        with policy.autocast():
             drawn = policy.generate(ids, attention_mask=mask, generation_config=GenerationConfig(**settings))
         if real:
             return new * count

@@ -123,9 +123,9 @@ def data_files(tmp_path_factory) -> dict[str, str]:
 
 # What each loss needs to know about its sequences, in turn.
 SIGNALS = {
-    "dpo": [dict(is_chosen=True), dict(is_chosen=False)],
-    "kto": [dict(is_chosen=True, kto_weight=1.5), dict(is_chosen=False), dict(is_chosen=False)],
-    "grpo": [dict(advantage=advantage, is_chosen=advantage > 0) for advantage in (1.2, -0.4, 0.0, -0.8)],
+    "dpo": [dict(advantage=1.0), dict(advantage=-1.0)],
+    "kto": [dict(advantage=1.0, kto_weight=1.5), dict(advantage=-1.0), dict(advantage=-1.0)],
+    "grpo": [dict(advantage=advantage) for advantage in (1.2, -0.4, 0.0, -0.8)],
 }
 
 
@@ -142,8 +142,8 @@ def random_batch(loss: str, count: int = 8, seed: int = 0) -> Batch:
 
     sequences = [random_sequence(**signal) for _, signal in zip(range(count), itertools.cycle(SIGNALS[loss]))]
     mismatched = []
-    if loss == "kto":  # one per example, with the same is_chosen
-        mismatched = [random_sequence(is_chosen=sequence.is_chosen) for sequence in sequences]
+    if loss == "kto":  # one per example, with the same advantage
+        mismatched = [random_sequence(advantage=sequence.advantage) for sequence in sequences]
     return Batch(1, sequences, mismatched, 0.0)
 
 
@@ -188,8 +188,8 @@ def timeless(folder: Path) -> list[dict]:
 
 
 def same_weights(a: Path, b: Path) -> bool:
-    """Whether two runs have the same final weights, bit for bit."""
-    first, second = (load_file(folder / "final" / "model.safetensors") for folder in (a, b))
+    """Whether two runs have the same final weights, or adapters, bit for bit."""
+    first, second = (load_file(*(folder / "final").glob("*.safetensors")) for folder in (a, b))
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -209,7 +209,7 @@ def policy_of(tiny: str, **settings):
     """The tiny model, its tokenizer, and a configuration."""
     config = humanline.Config(**{"model": tiny, "batch_size": 4, **settings})
     policy, tokenizer = humanline.load_policy(config, torch.device("cpu"))
-    config.shares_prompts = True
+    policy.shares_prompts = True
     return policy, tokenizer, config
 
 

@@ -286,7 +286,7 @@ def longest_batch(config: Config, step: int, ranks: int) -> Batch:
     for i in range(count):
         logps = torch.zeros(completion)
         sequences.append(Sequence(
-            prompt=[i // per_prompt + 1] * prompt, completion=[1] * completion, is_chosen=i % 2 == 0,
+            prompt=[i // per_prompt + 1] * prompt, completion=[1] * completion,
             advantage=1.0 - i % 2 * 2, ref_logps=logps, old_logps=logps, sampler_logps=logps))
     return Batch(step, sequences, sequences[:2], 0.0)
 
@@ -397,7 +397,7 @@ def show(file: str, flags: list[str], result: dict) -> None:
               + "".join(f"{verdict(gib, size):>12}" for size in GPUS))
     print(f"Needs {machines(result)}.")
     trained = result["gib"]["1"]["moments"] / 2
-    is_put_aside = config.sample_every > 0 and config.needs_ref_logps
+    is_put_aside = config.sample_every > 0 and config.has_reference
     aside = f"{trained:.1f} GiB of host memory" if is_put_aside else "no memory"
     print(f"{result['parameters'] / 1e9:.2f} B parameters. A reference put aside takes {aside}; "
           "a checkpoint takes "
@@ -406,7 +406,7 @@ def show(file: str, flags: list[str], result: dict) -> None:
 
 def flops_factor(config: Config) -> int:
     """FLOPs per parameter and token: 6 for training (4 with frozen weights), 2 per other forward pass."""
-    passes = config.needs_ref_logps + (config.ratio_to_old and config.sample_every > 1)
+    passes = config.has_reference + (config.ratio_to == "old policy" and config.sample_every > 1)
     if LOSSES[config.loss].needs_mismatched and passes:  # for z0, the same passes and one of the policy
         passes = 2 * passes + 1
     return (4 if config.lora else 6) + 2 * passes

@@ -2,15 +2,15 @@
 
 import copy
 import dataclasses
-import importlib.util
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from against_plain import (SAME, largest_difference, module_of, weights_of_humanline, weights_of_plain,
+                           write_data)
 from conftest import (
     ROOT, agree, gradient, metrics, policy_of, random_batch, same_weights, train_on_two_ranks)
 
@@ -67,19 +67,26 @@ GSPO = """
 OWN_REFERENCE = """
         reference = Reference(policy, batches, config)
 """, """
-        reference = OwnReference(policy, batches, config, lookahead=False)
+        reference = OwnReference(policy, batches, config)
 """
 EMA = """
 class OwnReference(Reference):
-    def sync(self, step):
+    def sync(self, until=None, ahead=()):
         policy = [part.to("cpu", copy=True) for part in self.parts]
         self.weights = self.weights or policy
         torch._foreach_lerp_(self.weights, policy, 0.25)
 """
 SYNC_BY_DRIFT = """
-            if config.sync_k and step % config.sync_k == 0:
+            if step in syncs:
+                reference.sync(syncs[step], batches.make(syncs[step]))
 """, """
             if report["drift"] > 0.05:
+                reference.sync()
+"""
+SYNC_AT_FIRST = """
+                reference.sync(syncs[0], batches.make(syncs[0]))
+""", """
+                reference.sync()
 """
 COSINE = """
             report["lr"] = config.lr * min(1, step / max(1, warmup))
@@ -99,11 +106,7 @@ def patched(tmp_path: Path, *patches: tuple[str, str], more: str = ""):
     path.write_text(text.replace("\n# ---------- Log-probs", f"{more}\n# ---------- Log-probs"),
                     encoding="utf-8")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    spec = importlib.util.spec_from_file_location(f"changed_{tmp_path.name}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_of(path)
 
 
 def test_a_loss_is_an_entry_of_the_table(tiny, monkeypatch):
@@ -134,7 +137,9 @@ def test_a_clip_whose_bounds_depend_on_is_chosen_needs_one_edit(tiny, tmp_path, 
         """Σ d̃ of each sequence, and whether each token is below, within or above its bounds."""
         sums, places = [], []
         for sequence in sequences:
-            low, high = (-0.2, 0.6) if sequence.is_chosen else (-0.6, 0.2)
+            if sequence.advantage == 0:
+                continue  # it is idle
+            low, high = (-0.2, 0.6) if sequence.advantage > 0 else (-0.6, 0.2)
             d = (humanline.log_probs(policy, [[sequence]])[0] - sequence.ref_logps).detach()
             sums.append(float(d.clamp(low, high).sum()))
             places += (d > high).int().sub((d < low).int()).tolist()
@@ -144,20 +149,23 @@ def test_a_clip_whose_bounds_depend_on_is_chosen_needs_one_edit(tiny, tmp_path, 
     for name, place in (("clamped_low", -1), ("unclamped", 0), ("clamped_high", 1)):
         assert 0 < report[name] == pytest.approx(places.count(place) / len(places)), name
     if loss == "kto":
-        assert {sequence.is_chosen for sequence in batch.mismatched} == {True, False}
+        assert {sequence.advantage for sequence in batch.mismatched} == {1.0, -1.0}
         sums, _ = clipped(batch.mismatched)
         assert report["z0"] == pytest.approx(max(0, sum(sums) / len(sums)), abs=1e-5)
 
 
-def test_the_mismatched_sequences_of_a_run_have_the_is_chosen_of_their_examples(run, monkeypatch):
+@pytest.mark.parametrize("data", ["labels", "groups"])
+def test_the_mismatched_sequences_of_a_run_have_the_advantages_of_their_examples(run, monkeypatch, data):
     seen = []
     forward = humanline.forward_backward
     monkeypatch.setattr(humanline, "forward_backward",
                         lambda policy, batch, config: (seen.append(batch), forward(policy, batch, config))[1])
-    run("--loss kto --steps 2 --batch-size 8", data="labels")
+    run("--loss kto --steps 2 --batch-size 8", data=data)
     for batch in seen:
-        chosen = [(sequence.prompt, sequence.is_chosen) for sequence in batch.sequences]
-        assert [(sequence.prompt, sequence.is_chosen) for sequence in batch.mismatched] == chosen
+        of_examples, of_mismatched = ([(sequence.prompt, sequence.advantage) for sequence in sequences]
+                                      for sequences in (batch.sequences, batch.mismatched))
+        assert of_mismatched == of_examples
+        assert data == "groups" or {advantage for _, advantage in of_examples} == {1.0, -1.0}
 
 
 def test_that_clip_is_right_on_two_sharded_ranks_and_on_a_rank_without_work(tiny, data_files, tmp_path):
@@ -282,7 +290,7 @@ def test_d_is_relative_to_the_reference_and_log_ratio_to_the_old_policy(run, mon
 
 def test_a_loss_can_learn_from_groups_without_a_difference(run, tmp_path, monkeypatch):
     (tmp_path / "same.py").write_text("def same(prompts, completions, rows):\n    return [1.0] * len(rows)\n")
-    nll = Loss(lambda x, config: -x.logps, lambda group: [group.sequences], "group", needs_reference=False,
+    nll = Loss(lambda x, config: -x.logps, lambda group, sequences: [sequences], "group", needs_reference=False,
                needs_all=True)
     monkeypatch.setitem(LOSSES, "nll", nll)
     lines = metrics(run(f"--loss nll --sample-every 1 --reward {tmp_path}/same.py:same"))
@@ -308,6 +316,8 @@ def test_a_ratio_of_whole_sequences_is_clipped_per_sequence(tiny, tmp_path):
     report = changed.forward_backward(policy, batch, config)
     places = []
     for sequence in batch.sequences:
+        if sequence.advantage == 0:
+            continue  # it is idle
         ratio = (humanline.log_probs(policy, [[sequence]])[0] - sequence.ref_logps).mean().item()
         places += [(ratio > 0.3) - (ratio < -0.2)] * len(sequence.completion)
     for name, place in (("clamped_low", -1), ("unclamped", 0), ("clamped_high", 1)):
@@ -319,7 +329,7 @@ def test_a_ratio_of_whole_sequences_is_clipped_per_sequence(tiny, tmp_path):
 @pytest.mark.parametrize("rule", ["ema", "drift"])
 def test_the_reference_can_follow_the_policy_by_another_rule(tiny, data_files, varied, tmp_path, monkeypatch,
                                                              rule, more):
-    patches = [OWN_REFERENCE] + [SYNC_BY_DRIFT] * (rule == "drift")
+    patches = [OWN_REFERENCE] + [SYNC_BY_DRIFT, SYNC_AT_FIRST] * (rule == "drift")
     changed = patched(tmp_path, *patches,
                       more=EMA if rule == "ema" else "class OwnReference(Reference): pass\n")
     forward_backward, syncs, gaps = changed.forward_backward, [], []
@@ -329,7 +339,7 @@ def test_the_reference_can_follow_the_policy_by_another_rule(tiny, data_files, v
         expected = expected or copy.deepcopy(policy)  # the reference as it should be
         for sequence, logps in zip(batch.sequences,
                                    humanline.sequence_logps(expected, batch.sequences, config)):
-            if not sequence.is_idle:
+            if not changed.is_idle(sequence, config):
                 gaps.append((sequence.ref_logps - logps).abs().max().item())
         report = forward_backward(policy, batch, config)
         weight = 0.25 if rule == "ema" else float(report["drift"] > 0.05)
@@ -348,10 +358,11 @@ def test_the_reference_can_follow_the_policy_by_another_rule(tiny, data_files, v
 
 @pytest.mark.parametrize("flags", ["--loss kto --sync-k 3", "--loss dpo --sync-k 2 --sample-every 3",
                                    "--sync-k 3 --sample-every 4",
-                                   "--no-humanline --sample-every 3 --kl-beta 0.1"])
+                                   "--no-humanline --sample-every 3 --kl-beta 0.1",
+                                   pytest.param("--lora 4 --sync-k 3", marks=pytest.mark.needs("peft"))])
 def test_lookahead_changes_no_weight(run, monkeypatch, flags):
-    ahead = run(flags)
-    monkeypatch.setattr(humanline.Reference.__init__, "__defaults__", (False,))
+    ahead, sync = run(flags), humanline.Reference.sync
+    monkeypatch.setattr(humanline.Reference, "sync", lambda self, until, ahead: sync(self))
     plain = run(flags)
     assert same_weights(ahead, plain)
 
@@ -366,3 +377,173 @@ def test_a_schedule_needs_one_edit_and_a_resumed_run_keeps_it(tiny, data_files, 
     shutil.rmtree(tmp_path / "out" / "checkpoint" / "step-00000006")
     changed.train(changed.parse_config([*flags.split(), "--resume", "latest"]))
     assert [line["lr"] for line in metrics(tmp_path / "out")] == whole and whole[-1] == 0 < whole[0]
+
+
+# Eight changes of research, each with the same change of plain.py: a case, the edits of humanline.py, and those
+# of plain.py.
+
+KTO_Z0 = """
+                pairs.append(Sample(sample.prompt, other.completion))
+""", """
+                pairs.append(Sample(sample.prompt, other.completion, advantage=sample.advantage))
+"""
+CHANGES = {
+    "bounds of the clip by the sign of the advantage": (
+        dict(loss="kto", sync_k=2), [("""
+        low = config.log_eps_p
+        high = config.log_eps_r
+""", """
+        low = torch.where(x.advantages > 0, -0.02, -0.3)[:, None]
+        high = torch.where(x.advantages > 0, 1.0, 0.1)[:, None]
+""")], [KTO_Z0, ("""
+def perceive(d, mask, step):
+""", """
+def perceive(d, batch):
+"""), ("""
+        return d.clamp(config.log_eps_p, config.log_eps_r)
+""", """
+        is_better = torch.tensor([sample.advantage > 0 for sample in batch])[:, None]
+        return d.clamp(torch.where(is_better, -0.02, -0.3), torch.where(is_better, 1.0, 0.1))
+"""), ("perceived = perceive(d, mask, step)", "perceived = perceive(d, batch)"),
+            ("return perceive(d, mask, step)", "return perceive(d, pairs)")]),
+    "an entropy bonus": (
+        dict(loss="grpo", reward="coin", sync_k=1, sample_every=2), [("""
+    return grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, high)
+""", """
+    loss = grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, high)
+    return loss + 0.1 * x.logps.detach() * x.logps
+"""), ("""
+        unit="group",
+        settings=""", """
+        unit="group",
+        needs_all=True,
+        settings=""")], [("""
+    return (mask * losses).sum() / mask.sum()
+""", """
+    losses += 0.1 * logps.detach() * logps
+    return (mask * losses).sum() / mask.sum()
+""")]),
+    "a growing k": (
+        dict(loss="dpo", sync_k=1, sample_every=3), [("""
+    return dict(itertools.pairwise([*range(0, steps, config.sync_k or steps), steps]))
+""", """
+    return dict(itertools.pairwise([0, 1, 3, steps]))
+""")], [("""
+        if config.sync_k and step % config.sync_k == 0:""", """
+        if step in (1, 3):""")]),
+    "two inner epochs": (
+        dict(loss="kto", sync_k=0, sample_every=2), [("""
+            report |= forward_backward(policy, batch, config)
+""", """
+            report |= forward_backward(policy, batch, config)
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            report |= forward_backward(policy, batch, config)
+"""), ("batches.pending[1:], config)", "batches.pending, config)")], [("""
+            mean_loss(policy, old_policy, reference, batch, step).backward()
+""", """
+            mean_loss(policy, old_policy, reference, batch, step).backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            mean_loss(policy, old_policy, reference, batch, step).backward()
+"""), ("torch.optim.AdamW(policy.parameters(), eps", "torch.optim.AdamW(policy.parameters(), config.lr, eps")]),
+    "DAPO's mask of completions without an end, and redraws of groups without a difference": (
+        dict(loss="grpo", reward="coin", humanline=False, sample_every=2), [("""
+                rollouts = sampler.draw_rollouts(prompts, rows, config.group_size, step)
+""", """
+                rollouts = sampler.draw_rollouts(prompts, rows, config.group_size, step)
+                while same := [i for i, group in enumerate(rollouts) if len(set(group.rewards)) == 1]:
+                    again = sampler.draw_rollouts([prompts[i] for i in same], rows, config.group_size, step)
+                    for i, group in zip(same, again):
+                        rollouts[i] = group
+"""), ("""
+    return grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, high)
+""", """
+    ends = torch.tensor([[sequence.completion[-1] == 3] for sequence in itertools.chain(*x.packed)])
+    return ends * grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, high)
+""")], [("""
+    return (mask * losses).sum() / mask.sum()
+""", """
+    ends = torch.tensor([[sample.completion[-1] == 3] for sample in batch])
+    return (mask * losses * ends).sum() / mask.sum()
+""")]),
+    "RLOO": (
+        dict(loss="grpo", sync_k=2), [("""
+    return centred / (rewards.std(-1, correction=0, keepdim=True) + eps)
+""", """
+    return centred * rewards.shape[-1] / (rewards.shape[-1] - 1)
+""")], [("(sample.reward - fmean(rewards)) / (pstdev(rewards) + 0.01)",
+         "sample.reward - (sum(rewards) - sample.reward) / (len(rewards) - 1)")]),
+    "a cosine schedule": (
+        dict(loss="dpo", sync_k=2), [COSINE], [("""
+        optimizer.step()
+""", """
+        optimizer.param_groups[0]["lr"] *= (1 + math.cos(math.pi * step / config.steps)) / 2
+        optimizer.step()
+""")]),
+    "truncated importance weights, where the sampler is known": (
+        dict(loss="grpo", sync_k=2), [("""
+    return grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, high)
+""", """
+    weights = (x.logps.detach() - x.sampler_logps).exp().clamp(max=2).nan_to_num(1.0)
+    return weights * grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, high)
+"""), ("""
+        for sequence, logps in zip(sequences, group.logps):
+""", """
+        for sequence in sequences[1:]:
+            logps = [-4.0] * len(sequence.completion)
+""")], [("""
+            sample.advantage = (""", """
+            sample.is_known = sample is not group[0]
+            sample.advantage = ("""), ("""
+    return (mask * losses).sum() / mask.sum()
+""", """
+    is_known = torch.tensor([[sample.is_known] for sample in batch])
+    losses = losses * torch.where(is_known, (logps.detach() + 4.0).exp().clamp(max=2), 1.0)
+    return (mask * losses).sum() / mask.sum()
+""")]),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_research_is_what_the_same_change_of_the_plain_method_is(name, tiny, data, tmp_path):
+    case, edits, edits_of_plain = CHANGES[name]
+    changed, text = patched(tmp_path, *edits), (ROOT / "tests" / "plain.py").read_text(encoding="utf-8")
+    for old, new in edits_of_plain:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    text = text.replace("ROOT = Path(__file__).resolve().parent.parent", f"ROOT = Path({str(ROOT)!r})")
+    (tmp_path / "plain.py").write_text(text, encoding="utf-8")
+    ours = weights_of_humanline(changed, case, tiny, data, tmp_path / "run")
+    plains, _ = weights_of_plain(module_of(tmp_path / "plain.py"), case, tiny, data, tmp_path / "run")
+    assert largest_difference(ours, plains) <= SAME
+    unchanged = weights_of_humanline(humanline, case, tiny, data, tmp_path / "unchanged")
+    assert largest_difference(ours, unchanged) > 10 * SAME
+    if "redraws" in name:
+        assert {line["no_difference"] for line in metrics(tmp_path / "run")} == {0.0}
+
+
+def test_a_second_inner_epoch_without_the_log_probs_of_the_old_policy_is_refused(tiny, data, tmp_path):
+    case, [epochs, _], _ = CHANGES["two inner epochs"]
+    changed = patched(tmp_path, epochs)
+    with pytest.raises(ValueError, match="no old_logps; call attach_logps when rollouts are drawn"):
+        weights_of_humanline(changed, case, tiny, data, tmp_path / "run")
+
+
+def test_inner_epochs_do_not_widen_the_gap_of_a_sampler(tiny, data_files, varied, tmp_path):
+    _, [epochs, _], _ = CHANGES["two inner epochs"]
+    changed, path = patched(tmp_path, epochs), tmp_path / "best.py"
+    path.write_text(BEST_OF_TWO)
+    changed.train(changed.parse_config(
+        f"--model {tiny} --data {data_files['groups']} --steps 3 --batch-size 4 --lr 1e-1 --max-new-tokens 4 "
+        f"--group-size 4 --reward {varied} --sample-every 2 --sampler {path}:best_of_two --out {tmp_path}/out"
+        .split()))
+    gaps = [line.get("sampler_gap") for line in metrics(tmp_path / "out")]
+    assert gaps[1] is None and max(gaps[0], gaps[2]) < 1e-4

@@ -177,7 +177,6 @@ BAD_FLAGS = [
     ("--no-humanline --log-eps-p=-2", r"--log-eps-p needs --humanline and --perception clip"),
     ("--loss dpo --positive-only --sync-k 7", r"--sync-k needs --humanline and a loss with a reference"),
     ("--loss dpo --positive-only --beta 3", r"--beta needs a reference, which DPO with --positive-only lacks"),
-    ("--gamma-p 0.9", r"--gamma-p needs --humanline and --perception sample"),
     ("--perception none --log-eps-r 1", r"--log-eps-r needs --humanline and --perception clip"),
     ("--out /dev/null/x", r"--out /dev/null/x: .*; choose another folder"),
     ("--template-values {enable_thinking:false}",

@@ -35,8 +35,7 @@ def sampler_of(tiny, **settings):
 
 
 def units(loss, *groups):
-    humanline.prepare_groups(groups, Config(loss=loss))
-    return sum([group.units for group in groups], [])
+    return sum(humanline.prepare_groups(groups, Config(loss=loss)), [])
 
 
 GROUP = Group(0, [1, 2], [[10], [11], [12], [13]], [0.0, 3.0, 1.0, 0.0])
@@ -57,7 +56,7 @@ UNWANTED = Group(0, [1, 2], [[10]], [0.0], labelled=True)
 def test_each_loss_makes_its_own_units_of_a_group(loss, group, expected):
     made = []
     for unit in units(loss, group):
-        made.append([(sequence.completion, sequence.is_chosen) for sequence in unit])
+        made.append([(sequence.completion, sequence.advantage > 0) for sequence in unit])
     assert made == expected
 
 
@@ -503,7 +502,7 @@ def test_pairs_and_groups_that_have_no_gradient_are_dropped_with_a_count(capsys)
     same = Group(0, [1], [[5], [5]], [1.0, 0.0])
     for loss in ("dpo", "kto"):
         batches = Batches(Config(loss=loss, batch_size=1), [GROUP, TIED, same, Group(1, [2], [[5]], [1.0])], 64)
-        assert {id(group) for _, group in batches.pool} == {id(GROUP)}
+        assert {id(group) for group, _ in batches.pool} == {id(GROUP)}
         assert "dropped 3 of 4 prompts whose rewards or completions are equal" in capsys.readouterr().err
         with pytest.raises(UserError, match="no row has both a better and a worse completion"):
             Batches(Config(loss=loss, batch_size=1), [TIED, same], 64)

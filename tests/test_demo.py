@@ -60,7 +60,7 @@ def test_plain_and_online_have_the_rates_that_tuning_chose(loss, form):
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
 @pytest.mark.parametrize("flags", [
-    "--sync-k 12", "--sync-k 0", "--perception none", "--perception sample --gamma-p 0.4", "--no-humanline",
+    "--sync-k 12", "--sync-k 0", "--perception none", "--perception sample", "--no-humanline",
     "--sample-every 1 --sync-k 4", "--sample-every 64 --no-humanline --temperature 0.9", "--lora 4 --sync-k 2",
     "--log-eps-p -1 --beta 0.2", "--positive-only --no-humanline"])
 def test_what_can_be_typed_on_data_of_ones_own_can_be_typed_on_the_demo(loss, flags):

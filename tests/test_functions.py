@@ -254,7 +254,7 @@ def test_advantages_equal_the_formula_in_each_group(dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("kl_beta, epsilon_high", [(0.0, None), (0.3, None), (0.04, 0.5)])
+@pytest.mark.parametrize("kl_beta, epsilon_high", [(0.0, None), (0.3, None), (0.04, 0.5), (0.0, 0.0)])
 def test_grpo_equals_the_formula(kl_beta, epsilon_high, dtype):
     advantages = torch.tensor([1.5, -1.5, 0.3, -0.3, 0, 2]).double()
 
@@ -263,7 +263,7 @@ def test_grpo_equals_the_formula(kl_beta, epsilon_high, dtype):
 
     def formula(d, perceived):
         ratio = perceived.exp()
-        clipped_ratio = ratio.clip(0.8, 1 + (epsilon_high or 0.2))
+        clipped_ratio = ratio.clip(0.8, 1.2 if epsilon_high is None else 1 + epsilon_high)
         gains = advantages[:, None] * ratio
         clipped = advantages[:, None] * clipped_ratio
         kl = torch.exp(-d) + d - 1

@@ -44,8 +44,8 @@ def test_dr_grpo_does_not_divide_by_the_deviation():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
     assert group_advantages(rewards, scale=False).tolist() == [0.75, -0.25, -0.25, -0.25]
     group = Group(0, [1], [[2]] * 4, rewards.tolist())
-    humanline.prepare_groups([group], Config(scale_rewards=False))
-    assert [s.advantage for s in group.sequences] == [0.75, -0.25, -0.25, -0.25]
+    [[sequences]] = humanline.prepare_groups([group], Config(scale_rewards=False))
+    assert [s.advantage for s in sequences] == [0.75, -0.25, -0.25, -0.25]
 
 
 @pytest.mark.parametrize("spec", ["maths", "math=8", "a.py", "a.py:f=1"])

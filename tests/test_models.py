@@ -1,5 +1,6 @@
 """Architectures: log-probs, token boundaries and short runs on random two-layer models of many families."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -121,7 +122,7 @@ def shared_rows(policy) -> list[list[Sequence]]:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2"])
 def test_sharing_a_prompt_changes_no_log_prob_and_no_gradient(folder, family):
     policy, _, config = load(folder(family))
-    assert config.shares_prompts
+    assert policy.shares_prompts
     rows, results = shared_rows(policy), []
     for layout in (rows, [[sequence] for row in rows for sequence in row]):
         logps = humanline.log_probs(policy, layout)
@@ -140,7 +141,8 @@ def test_a_model_is_tested_for_whether_prompts_can_be_shared(config_class, more,
     config = config_class(vocab_size=100, **SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=0,
                           eos_token_id=0, **more)
     policy = AutoModelForCausalLM.from_config(config)
-    assert humanline.can_share_prompts(policy, humanline.Config()) == allows
+    policy.autocast = contextlib.nullcontext
+    assert humanline.can_share_prompts(policy) == allows
 
 
 # The boundary of prompt and completion.
@@ -563,7 +565,7 @@ def test_a_compiled_run_draws_the_same_completions_and_has_the_same_losses(folde
         lines = (run.out / "rollouts.jsonl").read_text().splitlines()
         drawn.append([json.loads(line)["tokens"] for line in lines])
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        assert run.config.shares_prompts
+        assert run.policy.shares_prompts
     torch.compiler.reset()
     assert graphs[0] == 0 < graphs[1]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 3

@@ -19,11 +19,11 @@ import neighbours  # noqa: F401  (adds entries to LOSSES)
 def test_with_positive_only_worse_completions_have_no_gradient(loss):
     config = Config(loss=loss, positive_only=True)
     group = Group(0, [1], [[2], [3], [4]], [1.0, 0.5, 0.0])
-    prepare_groups([group], config)
-    better, average, worse = group.sequences
+    [units] = prepare_groups([group], config)
+    better, average, worse = sum(units, [])
+    assert [humanline.is_idle(sequence, config) for sequence in (better, average, worse)] == [False, True, True]
     if loss == "grpo":
         assert better.advantage > 0 == average.advantage == worse.advantage
-        assert worse.is_idle and not better.is_idle
     else:
         assert better.kto_weight > 0 == average.kto_weight == worse.kto_weight
 
@@ -75,7 +75,7 @@ def test_the_taper_of_a_completion_falls_to_0_as_its_surprisal_doubles(tiny):
     batch = random_batch("kto")
     double(policy, batch)
     sequence = batch.sequences[0]
-    sequence.is_chosen = False
+    sequence.advantage = -1.0
     batch.sequences[:] = [sequence]
     [logps] = logps_of(policy, [sequence])
     for factor, weight in ((1.0, 1.0), (1.25, 0.75), (1.5, 0.5), (2.0, 0.0), (3.0, 0.0)):
@@ -101,9 +101,10 @@ def test_offline_the_initial_policy_stands_in_for_an_unknown_sampler(run, tiny, 
 @pytest.mark.parametrize("loss", ["grpo", "grpo-taper-prior"])
 def test_a_prior_gives_groups_without_a_difference_a_gradient(loss):
     groups = [Group(i, [1, 2], [[3, 9]] * 4, [reward] * 4) for i, reward in enumerate((1.0, 0.0))]
-    humanline.prepare_groups(groups, Config(loss=loss))
-    right, wrong = ([sequence.advantage for sequence in group.sequences] for group in groups)
+    config = Config(loss=loss)
+    [first], [second] = humanline.prepare_groups(groups, config)
+    right, wrong = ([sequence.advantage for sequence in sequences] for sequences in (first, second))
     has_prior = "prior" in loss
     assert all(advantage > 0 for advantage in right) == has_prior
     assert all(advantage < 0 for advantage in wrong) == has_prior
-    assert [sequence.is_idle for sequence in groups[0].sequences] == [not has_prior] * 4
+    assert [humanline.is_idle(sequence, config) for sequence in first] == [not has_prior] * 4

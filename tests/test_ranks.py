@@ -90,7 +90,7 @@ for longest in (2, 6):
     flags = ["--shard", "--sample-every", "1", "--max-new-tokens", str(longest)]
     config = humanline.parse_config([*FLAGS, *flags])
     policy, tokenizer = humanline.load_policy(config, humanline.join_ranks())
-    config.shares_prompts = True
+    policy.shares_prompts = True
     sampler = humanline.Sampler(policy, tokenizer, config)
     rows = humanline.read_rows(config.data[0], config, "--data")
     groups = humanline.encode_rows(rows, sampler, online=True)[:4]

@@ -86,7 +86,9 @@ def test_rollouts_of_a_run_can_be_offline_data_of_another_token_for_token(run, t
     run("--steps 4 --batch-size 16", flags=flags)  # each completion once, or more often
     for group, rollouts in zip(used, expected.values(), strict=True):
         assert list(zip(group.completions, group.rewards, group.logps)) == rollouts
-        for sequence, logps in zip(group.sequences, group.logps, strict=True):
+        [units] = humanline.prepare_groups([group], humanline.Config(loss=loss))
+        for sequence in sum(units, []):
+            logps = group.logps[group.completions.index(sequence.completion)]
             assert sequence.sampler_logps.tolist() == pytest.approx(logps)
 
 
@@ -173,6 +175,21 @@ def test_a_resumed_run_neither_loses_nor_repeats_a_line(run, tmp_path, data_file
     assert same_weights(interrupted, whole)
 
 
+def test_a_second_drawing_at_the_same_step_differs_and_both_repeat_in_another_process(tiny, data_files):
+    policy, tokenizer, config = policy_of(tiny, max_new_tokens=4, sample_every=1)
+    rows = humanline.read_rows(data_files["prompts"], config, "--data")
+
+    def draw_twice(step: int) -> list:
+        sampler = humanline.Sampler(policy, tokenizer, config)
+        prompts = humanline.encode_rows(rows, sampler, online=True)
+        return [[group.completions for group in sampler.draw_rollouts(prompts, rows, 2, step)] for _ in range(2)]
+
+    first, second = draw_twice(1)
+    assert first != second
+    assert draw_twice(1) == [first, second]
+    assert not {str(first), str(second)} & set(map(str, draw_twice(2)))
+
+
 # Health.
 
 def test_the_shares_of_clipped_tokens_and_the_lengths_equal_a_plain_count(tiny):
@@ -181,8 +198,7 @@ def test_the_shares_of_clipped_tokens_and_the_lengths_equal_a_plain_count(tiny):
     batch = random_batch("grpo")
     active = []
     for sequence in batch.sequences:
-        sequence.is_idle = sequence.advantage == 0  # it has no gradient
-        if not sequence.is_idle:
+        if sequence.advantage != 0:
             active.append(sequence)
     report = humanline.forward_backward(policy, batch, config)
     counts = collections.Counter()
@@ -246,10 +262,9 @@ def batch_of(equal: int, different: int, **settings):
         rewards = [1.0] * 4 if number < equal else [0.0, 1.0, 0.5, 0.0]
         completions = [[20 + i, 30 + number, 3][i % 2 :] for i in range(4)]
         groups.append(Group(number, [10 + number, 11, 12], completions, rewards))
-    humanline.prepare_groups(groups, Config(**settings))
     sequences = []
-    for group in groups:
-        sequences += group.sequences
+    for [of_group] in humanline.prepare_groups(groups, Config(**settings)):
+        sequences += of_group
     for sequence in sequences:
         sequence.ref_logps = torch.full((len(sequence.completion),), -4.0)
     return humanline.Batch(1, sequences, [], 0.5, equal / len(groups))
@@ -270,8 +285,8 @@ def test_skipping_groups_without_a_difference_changes_no_gradient(tiny, monkeypa
     short = gradient(policy, batch, config)
     assert len(computed) == 8
     computed.clear()
-    for sequence in batch.sequences:
-        sequence.is_idle = False
+    grpo = humanline.LOSSES["grpo"]
+    monkeypatch.setitem(humanline.LOSSES, "grpo", humanline.dataclasses.replace(grpo, needs_all=True))
     whole = gradient(policy, batch, config)
     assert len(computed) == 20
     largest = float(whole.abs().max())
@@ -282,13 +297,12 @@ def test_skipping_groups_without_a_difference_changes_no_gradient(tiny, monkeypa
 @pytest.mark.parametrize("settings", [dict(kl_beta=0.1), dict(perception="sample")])
 def test_settings_that_need_all_tokens_skip_no_group(settings):
     for sequence in batch_of(1, 0).sequences:
-        assert sequence.is_idle
-    for sequence in batch_of(1, 0, **settings).sequences:
-        assert not sequence.is_idle
+        assert humanline.is_idle(sequence, Config())
+        assert not humanline.is_idle(sequence, Config(**settings))
 
 
 def test_rejections_depend_only_on_the_seed_and_the_step(tiny):
-    policy, _, config = policy_of(tiny, loss="dpo", perception="sample", gamma_r=0.5)
+    policy, _, config = policy_of(tiny, loss="dpo", perception="sample")
 
     def verdicts(seed: int, step: int) -> list[int]:
         config.seed = seed

@@ -159,9 +159,9 @@ def test_an_engine_is_compared_with_the_trainer_and_ends_the_run_if_its_log_prob
     assert bf16[0]["sampler_gap"] == pytest.approx(0.3, abs=0.05)
     # A cut distribution's log-probs are larger by up to -log(0.7) = 0.36: 0.3 may be right.
     lines = metrics(run(f"{flags} --top-p 0.7"))
-    gaps = [line["sampler_gap"] for line in lines]
+    gaps = [line.get("sampler_gap") for line in lines]
     assert gaps[0::2] == pytest.approx([0.3, 0.3], abs=1e-4)  # with the same weights
-    assert all(abs(gap - 0.3) > 1e-3 for gap in gaps[1::2])  # a step has changed them
+    assert gaps[1::2] == [None, None]  # a step has changed them
 
 
 def test_a_sampler_command_starts_without_the_environment_of_torchrun(
@@ -360,10 +360,11 @@ def test_missing_vllm_is_reported_at_once(run):
 
 # --sampler generate: quicker than `generate` alone would be, with the same probabilities.
 
-PROMPTS = [[40, 41, 42]] * 3 + [[50]] * 2 + [[60, 61]] + [[40, 41, 42]]  # equal neighbours, and not
+# Equal neighbours, and others: the last two differ only in what is padding, since 3 is the padding token, too.
+PROMPTS = [[40, 41, 42]] * 3 + [[50]] * 2 + [[60, 61]] + [[40, 41, 42]] + [[3, 50, 51], [50, 51]]
 
 
-@pytest.mark.parametrize("settings", [dict(temperature=0.6), dict(top_p=0.8)])
+@pytest.mark.parametrize("settings", [dict(temperature=0.6), dict(top_p=0.8), dict(temperature=0.6, top_p=0.8)])
 def test_completions_are_drawn_with_the_probabilities_that_are_reported(tiny, settings):
     policy, _, config = policy_of(tiny, max_new_tokens=1, **settings)
     count = 20_000
@@ -454,4 +455,4 @@ def test_vllm_draws_with_the_trainers_weights_before_and_after_a_step(tmp_path, 
     assert done.returncode == 0, done.stderr
     lines = metrics(tmp_path / "run")
     assert all(line["sampler_gap"] < 1e-3 for line in lines[0::2])
-    assert all(line["sampler_gap"] > 1e-2 for line in lines[1::2])
+    assert lines[2]["drift"] > 1e-2  # the policy has changed since the first drawing

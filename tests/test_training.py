@@ -1,5 +1,6 @@
 """The loop: the order of a step, the reference, global means, and that a run repeats itself."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -33,18 +34,18 @@ def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(
     policy, _, config = policy_of(tiny, loss=loss, perception=perception, kl_beta=kl_beta)
     policy.double()
     batch = batch_of_doubles(loss, prompts)
-    config.shares_prompts = False
+    policy.shares_prompts = False
     whole = gradient(policy, batch, config)
     report = humanline.forward_backward(policy, batch, config)
     assert whole.abs().max() > 0
-    config.shares_prompts = True
+    policy.shares_prompts = True
     counts, shared = [], []
     for config.microbatch_tokens in (1000, 55, 1):
         assert torch.allclose(gradient(policy, batch, config), whole, rtol=1e-6,
                               atol=1e-6 * float(whole.abs().max()))
         again = humanline.forward_backward(policy, batch, config)
         assert again == pytest.approx(report, rel=1e-6, abs=1e-12)
-        [cuts] = humanline.cut(batch.sequences, config)
+        [cuts] = humanline.cut(policy, batch.sequences, config)
         counts.append(len(cuts))
         rows = [row for rows in cuts for row in rows]
         shared.append(16 - len(rows))
@@ -54,18 +55,17 @@ def test_cutting_a_batch_into_microbatches_and_sharing_prompts_change_nothing(
     assert (shared[0] > 0) == (prompts > 1) and shared[-1] == 0
 
 
-@pytest.mark.parametrize("average", ["token", "sequence", "constant"])
-def test_grpo_averages_over_the_whole_batch_including_idle_sequences(tiny, average):
-    policy, _, config = policy_of(tiny, average=average, epsilon=0.1, epsilon_high=0.4, microbatch_tokens=30,
+@pytest.mark.parametrize("average, high", [("token", 0.4), ("sequence", 0.4), ("constant", 0.0)])
+def test_grpo_averages_over_the_whole_batch_including_idle_sequences(tiny, average, high):
+    policy, _, config = policy_of(tiny, average=average, epsilon=0.1, epsilon_high=high, microbatch_tokens=30,
                                   max_new_tokens=11)
     batch = random_batch("grpo")
     losses = []
     for sequence, logps in zip(batch.sequences, logps_of(policy, batch.sequences)):
-        sequence.is_idle = sequence.advantage == 0
         ratio = (logps - sequence.ref_logps).clamp(-1.5, 1.5).exp()
-        clipped = ratio.clamp(0.9, 1.4)
+        clipped = ratio.clamp(0.9, 1 + high)
         losses.append(-torch.minimum(sequence.advantage * ratio, sequence.advantage * clipped))
-    assert 0 < sum(sequence.is_idle for sequence in batch.sequences) < 8
+    assert 0 < sum(sequence.advantage == 0 for sequence in batch.sequences) < 8
     expected = {
         "token": torch.cat(losses).mean(),
         "sequence": sum(loss.mean() for loss in losses) / 8,
@@ -76,25 +76,24 @@ def test_grpo_averages_over_the_whole_batch_including_idle_sequences(tiny, avera
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "grpo"])
-def test_sampling_rejects_with_the_configured_gammas_betas_and_seed(tiny, loss):
-    betas = dict(gamma_p=0.3, gamma_r=0.1, beta_p=0.7, beta_r=1.4)
-    policy, _, config = policy_of(tiny, loss=loss, perception="sample", seed=5, **betas)
+def test_sampling_rejects_with_the_seed_and_the_step(tiny, loss):
+    policy, _, config = policy_of(tiny, loss=loss, perception="sample", seed=5)
     batch = random_batch(loss)
     batch.step = 3
     d = torch.cat([logps - sequence.ref_logps
                    for sequence, logps in zip(batch.sequences, logps_of(policy, batch.sequences))])
     generator = torch.Generator().manual_seed(humanline.seed_for(5, "reject", 3))
-    verdicts = humanline.humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), **betas,
-                                            generator=generator)
+    verdicts = humanline.humanline_verdicts(d, torch.ones_like(d, dtype=torch.bool), generator=generator)
     report = humanline.forward_backward(policy, batch, config)
     for name, verdict in (("clamped_low", -1), ("unclamped", 0), ("clamped_high", 1)):
-        assert 0 < report[name] == pytest.approx((verdicts == verdict).double().mean().item()), name
+        assert report[name] == pytest.approx((verdicts == verdict).double().mean().item()), name
+    assert 0 < report["clamped_low"] < 1
 
 
 def test_a_batch_of_one_kind_and_an_empty_batch_can_be_trained_on(tiny):
     policy, _, config = policy_of(tiny, loss="kto", perception="clip")
     batch = random_batch("kto")
-    batch.sequences = [sequence for sequence in batch.sequences if not sequence.is_chosen]
+    batch.sequences = [sequence for sequence in batch.sequences if sequence.advantage < 0]
     batch.mismatched = []
     assert 0 < humanline.forward_backward(policy, batch, config)["loss"] < 1
     for perception in ("clip", "sample"):
@@ -105,9 +104,8 @@ def test_a_batch_of_one_kind_and_an_empty_batch_can_be_trained_on(tiny):
 def test_log_probs_of_the_policy_are_reported_for_all_and_for_wanted_completions(tiny):
     policy, _, config = policy_of(tiny, loss="grpo", perception="none")
     batch = random_batch("grpo")
-    batch.sequences[2].is_idle = True  # it teaches nothing, and is left out
-    computed = [sequence for sequence in batch.sequences if not sequence.is_idle]
-    wanted = [sequence for sequence in computed if sequence.is_chosen]
+    computed = [sequence for sequence in batch.sequences if sequence.advantage != 0]  # the others are left out
+    wanted = [sequence for sequence in computed if sequence.advantage > 0]
     report = humanline.forward_backward(policy, batch, config)
     for name, sequences in (("logp", computed), ("logp_wanted", wanted)):
         mean = torch.cat(logps_of(policy, sequences)).mean().item()
@@ -120,7 +118,7 @@ def test_implicit_rewards_are_of_perceived_log_ratios_and_ess_of_the_importance_
     batch = random_batch(loss)
     rewards, weights = {True: [], False: []}, []
     for i, (sequence, logps) in enumerate(zip(batch.sequences, logps_of(policy, batch.sequences))):
-        rewards[sequence.is_chosen].append(0.3 * (logps - sequence.ref_logps).clamp(-0.5, 0.8).sum().item())
+        rewards[sequence.advantage > 0].append(0.3 * (logps - sequence.ref_logps).clamp(-0.5, 0.8).sum().item())
         weights.append(1 / (1 + i * i))  # its probability divided by the sampler's
         sequence.sampler_logps = logps - math.log(weights[-1]) / len(logps)
     report = humanline.forward_backward(policy, batch, config)
@@ -147,6 +145,29 @@ def test_the_bar_shows_what_the_policy_does_and_not_the_rewards_in_the_data(run,
     assert shown == [{name: line[name] for name in names}]
 
 
+def test_ess_is_of_the_completions_whose_sampler_is_known_however_the_batch_is_cut(tiny):
+    policy, _, config = policy_of(tiny, loss="kto")
+    batch, weights = random_batch("kto"), []
+    for i, (sequence, logps) in enumerate(zip(batch.sequences, logps_of(policy, batch.sequences))):
+        if i % 3:
+            weights.append(1 / i)
+            sequence.sampler_logps = logps + math.log(i) / len(logps)
+    expected = fmean(weights) ** 2 / fmean(weight**2 for weight in weights)
+    for config.microbatch_tokens in (1000, 40, 1):
+        assert humanline.forward_backward(policy, batch, config)["ess"] == pytest.approx(expected, rel=1e-4)
+    for sequence in batch.sequences:
+        sequence.sampler_logps = None
+    assert "ess" not in humanline.forward_backward(policy, batch, config)
+
+
+def test_a_copy_of_the_settings_keeps_the_precision(tiny):
+    policy, _, config = policy_of(tiny, dtype="mixed")
+    [sequence, *_] = random_batch("grpo").sequences
+    of_copy = humanline.sequence_logps(policy, [sequence], dataclasses.replace(config, seed=1))
+    assert torch.equal(*humanline.sequence_logps(policy, [sequence], config), *of_copy)
+    assert not torch.equal(*logps_of(policy, [sequence]), *of_copy)  # which is without autocast
+
+
 def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
     order = []
 
@@ -158,8 +179,8 @@ def test_a_step_is_backward_clip_sync_step(run, monkeypatch):
     note(torch.nn.utils, "clip_grad_norm_", "clip")
     note(humanline.Reference, "sync", "sync")
     note(torch.optim.AdamW, "step", "step")
-    run("--sync-k 2 --steps 2")
-    assert order == ["sync", "backward", "clip", "step", "backward", "clip", "sync", "step"]
+    run("--sync-k 1 --steps 3")
+    assert order == ["sync", *["backward", "clip", "sync", "step"] * 2, "backward", "clip", "step"]
 
 
 @pytest.mark.parametrize("flags", ["--sync-k 2", "--sync-k 2 --sample-every 3"])
@@ -173,6 +194,28 @@ def test_a_sync_looks_ahead_only_to_the_next_sync(run, monkeypatch, flags):
     monkeypatch.setattr(humanline, "sequence_logps", note)
     run(flags)
     assert len(computed) == len(set(map(id, computed))) > 0
+
+
+@pytest.mark.parametrize("until", [None, 2, 6])
+def test_a_sync_that_comes_earlier_than_was_said_replaces_all_log_probs_of_the_reference(tiny, until):
+    policy, _, config = policy_of(tiny, loss="kto", steps=6, batch_size=4)
+    groups = [humanline.Group(i, [10 + i], [[20, 3], [30 + i, 31, 3]], [1.0, 0.0]) for i in range(12)]
+    batches = humanline.Batches(config, groups, 64)
+    reference = humanline.Reference(policy, batches, config)
+    reference.sync(6, batches.make(6))
+    for rate in (0.9, 1.1):  # the second is the update of a step
+        with torch.no_grad():
+            policy.lm_head.weight.mul_(rate)
+        if rate == 0.9:
+            expected = humanline.sequence_logps(policy, batches.pending[0].sequences, config)
+            reference.sync(until, batches.make(until or 0))
+    batch = batches.next(1)
+    reference.score(batch)
+    for sequence, logps in zip(batch.sequences, expected):
+        torch.testing.assert_close(sequence.ref_logps, logps, rtol=0, atol=1e-6)
+    assert (reference.weights is None) == (until is not None)
+    if until == 2:
+        assert batches.pending[-1].sequences[0].ref_logps is None  # it waits for the next sync
 
 
 RESUMED = [

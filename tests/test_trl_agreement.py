@@ -43,7 +43,7 @@ def run_ours(
 
     def noted(groups, config):
         row_of_prompt.update({tuple(group.prompt): group.row for group in groups})
-        prepare_groups(groups, config)
+        return prepare_groups(groups, config)
 
     def watched(policy, batch, *args):
         weights.append(copy_of(policy))

@@ -58,9 +58,11 @@ def test_json_values_stay_as_they_are_written(tmp_path):
 
 
 def test_a_group_without_a_difference_has_no_advantage_even_if_its_mean_is_rounded():
-    group = Group(0, [1], [[2]] * 8, [0.1] * 8)  # eight times 0.1 is less than 0.8
-    humanline.prepare_groups([group], Config())
-    assert {sequence.advantage for sequence in group.sequences} == {0.0}
+    for count in (3, 8):  # the mean of three times 0.1 is above 0.1
+        group = Group(0, [1], [[2]] * count, [0.1] * count)
+        [[sequences]] = humanline.prepare_groups([group], Config())
+        assert {sequence.advantage for sequence in sequences} == {0.0}
+        assert all(humanline.is_idle(sequence, Config()) for sequence in sequences)
 
 
 # Warnings: of what costs a night.
@@ -229,4 +231,4 @@ def test_a_rank_that_fails_on_a_gpu_ends_at_once(monkeypatch):
 def test_if_one_rank_cannot_share_prompts_no_rank_does(tiny, data_files, tmp_path, monkeypatch):
     monkeypatch.setattr(humanline, "gather_from_ranks",
                         lambda value: [value, False] if value is True else [value])
-    assert not train(short_run(tiny, data_files["groups"], f"--out {tmp_path}/out")).config.shares_prompts
+    assert not train(short_run(tiny, data_files["groups"], f"--out {tmp_path}/out")).policy.shares_prompts

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import humanline
-from humanline import LOSSES, Config, Group, Microbatch, group_advantages
+from humanline import LOSSES, Config, Group, Microbatch, Sequence, group_advantages
 
 
 def with_advantages(x: Microbatch, advantages: Tensor, config: Config) -> Tensor:
@@ -90,21 +90,20 @@ def tapered(like: str) -> Callable[[Microbatch, Config], Tensor]:
 prepare_groups = humanline.prepare_groups
 
 
-def prepare_groups_with_prior(groups: list[Group], config: Config) -> None:
+def prepare_groups_with_prior(groups: list[Group], config: Config) -> list[list[list[Sequence]]]:
     """With a loss whose name ends in "prior", advantages are computed as if each group had one more rollout, with the
     mean reward of all groups: then a group whose completions are all right still has a gradient. AsymRE (arXiv
     2506.20520) lowers the baseline for the same reason."""
-    prepare_groups(groups, config)
+    prepared = prepare_groups(groups, config)
     if not config.loss.endswith("prior"):
-        return
+        return prepared
     mean_reward = fmean([fmean(group.rewards) for group in groups])
-    for group in groups:
+    for group, [sequences] in zip(groups, prepared):
         advantages = group_advantages(torch.tensor([*group.rewards, mean_reward], dtype=torch.float64))
         advantages[advantages.abs() < 1e-9] = 0
-        for sequence, advantage in zip(group.sequences, advantages.tolist()):
+        for sequence, advantage in zip(sequences, advantages.tolist()):
             sequence.advantage = advantage
-            sequence.is_chosen = advantage > 0
-            sequence.is_idle = advantage == 0
+    return prepared
 
 
 humanline.prepare_groups = prepare_groups_with_prior
@@ -116,7 +115,7 @@ class Reference(humanline.Reference):
     def __init__(self, policy: torch.nn.Module, batches: humanline.Batches, config: Config):
         super().__init__(policy, batches, config)
         if config.loss.startswith(NEED_SAMPLER) and not config.sample_every:
-            sequences = [sequence for unit, _ in batches.pool for sequence in unit]
+            sequences = [sequence for _, unit in batches.pool for sequence in unit]
             unknown = [sequence for sequence in sequences if sequence.sampler_logps is None]
             for sequence, logps in zip(unknown, humanline.sequence_logps(policy, unknown, config)):
                 sequence.sampler_logps = logps
