@@ -20,6 +20,7 @@ from estimates import (
     share_of_gap,
     show,
     show_difference,
+    show_form,
     show_mean,
     show_rate,
     show_settings,
@@ -262,7 +263,7 @@ def page(task: str, compared: list[Compared], decisions: dict[str, dict]) -> str
             seeds += real.MORE_SEEDS
         if forms := {run.form for run in real.plan(task, one.loss, one.known, seeds)}:
             number = real.count_missing(task, one.loss, one.known, seeds)
-            names = ", ".join(f"*{form}*" for form in sorted(forms))
+            names = ", ".join(f"*{show_form(form)}*" for form in sorted(forms))
             incomplete.append(f"{one.loss.upper()}: {names} (some {number})")
     outcomes = " ".join(f"{loss.upper()}: {decision['outcome']}." for loss, decision in decisions.items())
     text = [
@@ -383,7 +384,7 @@ def form_table(facts: dict[str, dict]) -> str:
     for name, form in facts.items():
         rows.append(
             [
-                name,
+                show_form(name),
                 show_settings(form["lr"], form["k"]),
                 f"{form['seeds']}",
                 f"{form['validation']:.3f}",
@@ -416,7 +417,7 @@ def lead_table(compared: Compared) -> str:
             compared.compare("humanline", form, "greedy"),
         ]
         if any(found):
-            rows.append([form, *map(show_difference, found)])
+            rows.append([show_form(form), *map(show_difference, found)])
     table = markdown("| humanline − | reward, final | reward, best | greedy |", rows)
     return f"Paired by seed; the intervals are not corrected for their number.\n\n{table}" if rows else ""
 
@@ -439,7 +440,7 @@ def tuning_table(compared: Compared) -> str:
             if compared.settings.get(form) == (lr, k):
                 word = f"**{word}**"
             words.append(word + "¹" * (len(runs) == 1))
-        rows.append([form, f"{k or ''}", *words])
+        rows.append([show_form(form), f"{k or ''}", *words])
     table = markdown(f"| tuning | k | {' | '.join(map(show_rate, rates))} |", rows)
     return (
         "Mean validation reward of both tuning seeds after the last step; ¹: of one seed. The chosen setting is bold."
@@ -454,7 +455,7 @@ def way_table(compared: Compared) -> str:
             steps = next(iter(runs.values()))["steps"]
             rewards = np.mean([run["validation"] for run in runs.values()], axis=0)
             distances = np.mean([run["validation_kl"] for run in runs.values()], axis=0)
-            rows.append([form, *(f"{reward:.3f} at {kl:.1f}" for reward, kl in zip(rewards, distances))])
+            rows.append([show_form(form), *(f"{reward:.3f} at {kl:.1f}" for reward, kl in zip(rewards, distances))])
     if not rows:
         return ""
     table = markdown(f"| validation: reward at KL, nats | {' | '.join(f'step {step}' for step in steps)} |", rows)
@@ -467,4 +468,4 @@ def sample_lines(compared: Compared) -> Iterator[str]:
             for sample in runs[seed].get("samples", ()):  # a run that diverged has none
                 text = " ".join(evaluation.printable(sample["completion"]).split())
                 words.append(f'{sample["prompt"]} → "{text}" ({sample["reward"]:g})')
-            yield f"- {compared.loss.upper()}, {form}: {'; '.join(words)}"
+            yield f"- {compared.loss.upper()}, {show_form(form)}: {'; '.join(words)}"

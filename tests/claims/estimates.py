@@ -5,6 +5,7 @@ go into facts.json as they are.
 """
 
 import math
+import re
 import warnings
 from typing import Any, Iterable
 
@@ -100,6 +101,10 @@ def show_share(share: list[float] | None) -> str:
     if math.isinf(share[1]):
         return f"{share[0]:.0%} [too few seeds to tell]"
     return "{:.0%} [{:.0%}, {:.0%}]".format(*share)
+
+def show_form(name: str) -> str:
+    """A form as texts call it: --positive-only has a name of its own for each loss in the stored runs."""
+    return re.sub(r"\b(better|chosen|desirable) alone", "better completions alone", name)
 
 def show_rate(lr: float) -> str:
     return np.format_float_scientific(lr, trim="-", exp_digits=1)

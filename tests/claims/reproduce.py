@@ -1,6 +1,6 @@
 """Draw every table and figure of tests/claims from the stored runs. It trains nothing.
 
-  python tests/claims/reproduce.py                 # two-digits.md, verdicts.md, real-checked.md, facts.json, *.png, ...
+  python tests/claims/reproduce.py                 # the tables of report.md, verdicts.md, ..., facts.json, *.png
   python tests/claims/reproduce.py --out /tmp/new  # the same, beside those that are there
 
 The runs are made by experiments.py (tiny models, tuned by one rule) and real.py (SmolLM2, the same; decide.py has its
@@ -35,7 +35,7 @@ from estimates import (
     show_difference,
     show_mean,
 )
-from estimates import show_rate, show_settings, show_share, shown
+from estimates import show_form, show_rate, show_settings, show_share, shown
 from experiments import FORMS_OF, TASKS, Run
 
 HERE = Path(__file__).resolve().parent
@@ -215,7 +215,7 @@ def task_page(tuned: Tuned, facts: dict[str, dict]) -> str:
             "learning rate with the best k of the form. Where plain and humanline coincide, the grey line shows at both "
             "sides of the blue one. Best neighbour: the published form that is best on the validation problems of the "
             "tuning bases: "
-            + ", ".join(f"{loss.upper()} {tuned.best_neighbour(loss)}" for loss in tuned.losses)
+            + ", ".join(f"{loss.upper()} {show_form(tuned.best_neighbour(loss))}" for loss in tuned.losses)
             + ".*",
         ]
     for loss in tuned.losses:
@@ -241,7 +241,7 @@ def form_table(facts: dict[str, dict]) -> str:
         )
         rows.append(
             [
-                name,
+                show_form(name),
                 show_settings(form["lr"], form["k"]),
                 f"{form['validation']:.3f}",
                 show(form["test"]),
@@ -283,7 +283,7 @@ def earlier_choices(tuned: Tuned, loss: str) -> str:
         ):
             earlier.setdefault((run.form, run.lr, run.k), []).append(outcome)
     found = [
-        f"{form} at {show_settings(lr, k)} {show(estimate(map(last, shown(runs))))}"
+        f"{show_form(form)} at {show_settings(lr, k)} {show(estimate(map(last, shown(runs))))}"
         for (form, lr, k), runs in earlier.items()
     ]
     return "Chosen before further rates were tried: " + "; ".join(found) + "." if found else ""
@@ -305,7 +305,7 @@ def grid_table(tuned: Tuned, loss: str) -> str:
                 word = f"**{word}**"
             words.append(word + "¹" * (len(runs) == 1))
         fell = collapsed(list(itertools.chain(*row.values())), "validation")
-        rows.append([name, str(k or ""), *words, "{} and {} of {}".format(*fell)])
+        rows.append([show_form(name), str(k or ""), *words, "{} and {} of {}".format(*fell)])
     head = " | ".join(map(show_rate, rates))
     return markdown(f"| form | k | {head} | collapsed |", rows)
 
@@ -503,7 +503,7 @@ def verdicts_page(
         found = show_difference(cell), str(cell["seeds"]), *p_values, f"**{cell['outcome']}**"
         rows.append([*columns(cell, "claim", "loss", "task"), *found])
     taper_rows = [
-        columns(cell, "loss", "task", "form", "neighbour") + near(cell) for cell in taper["cells"]
+        [*columns(cell, "loss", "task", "form"), show_form(cell["neighbour"])] + near(cell) for cell in taper["cells"]
     ]
     prior_rows = [columns(cell, "task", "data") + near(cell) for cell in prior["cells"]]
     left = (
@@ -548,7 +548,13 @@ def verdicts_page(
 # ---------- The tables of report.md -------------------------------------------------------------------------
 
 PUBLISHED = {  # forms of a published method by its name in the report; that which validation chooses stands in it
-    "better completions alone": ("better alone", "better alone, synced"),
+    "better completions alone": (
+        "better alone",
+        "better alone, synced",
+        "chosen alone",
+        "desirable alone",
+        "desirable alone, synced",
+    ),
     "sequence mask (DeepSeek-V3.2, 2512.02556)": (
         "mask 0.1",
         "mask 0.1, synced",
@@ -556,10 +562,8 @@ PUBLISHED = {  # forms of a published method by its name in the report; that whi
         "mask 0.5, synced",
     ),
     "TOPR (2503.14286)": ("TOPR",),
-    "the chosen alone: supervised finetuning": ("chosen alone",),
     "RPO (2404.19733)": ("RPO", "RPO, synced"),
     "DPO-positive (2402.13228)": ("DPO-positive",),
-    "desirable completions alone": ("desirable alone", "desirable alone, synced"),
 }
 IN_REPORT = {name: (name,) for name in ("plain", NO_CLIP, HUMANLINE)} | PUBLISHED
 IN_REPORT |= {"humanline with our taper": (TAPERED,), "online": ("online",)}
