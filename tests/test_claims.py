@@ -577,7 +577,7 @@ def test_every_stored_run_is_read_by_a_table(everything):
     count = sum(len(tuned.known) for tuned in everything.tasks)
     count += sum(len(by_seed) for cell in everything.cells for by_seed in (*cell.forms.values(), cell.tuning))
     files = {path.name for path in (CLAIMS / "results").glob("*.jsonl")}
-    files -= {"fits.jsonl", "bench.jsonl", "demo-tuning.jsonl"}  # for test_fits.py, test_docs.py and test_demo.py
+    files -= {"fits.jsonl", "bench.jsonl", "demo.jsonl", "demo-tuning.jsonl"}  # of test_fits, test_docs and test_demo
     for compared in everything.compared.values():
         assert unread_real(compared) == []
         count += sum(len(one.known) for one in compared)
