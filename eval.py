@@ -174,6 +174,7 @@ class Plot:
 PANELS = {
     "reward": "mean reward of the batch",
     "accuracy": "held-out pass@1",
+    "ordered": "fraction of pairs in the right order",
     "unclamped": "fraction of tokens not clipped",
     "drift": "drift: mean |d|, nats/token",
     "kl": "KL to the reference, nats/token",
