@@ -692,7 +692,8 @@ def accuracy(flags: Accuracy) -> None:
 def show_completions(flags: Show) -> None:
     """Sample and reward completions as `accuracy` does, and print them."""
     if flags.rollouts:
-        return show_rollouts(flags)
+        show_rollouts(flags)
+        return
     configs = configs_with_one_reward(flags)
     data = data_to_evaluate(flags, configs[0])
     samples = 1 if flags.greedy else flags.samples
@@ -744,7 +745,7 @@ def show_rollouts(flags: Show) -> None:
         for folder in flags.model:
             path = Path(folder, "rollouts.jsonl")
             require(path.exists(), f"--rollouts: no {path}; pass the folder of a run with --sample-every")
-            by_step = defaultdict(lambda: defaultdict(list))  # of each step and prompt, the lines of completions
+            by_step = defaultdict(lambda: defaultdict(list))  # the lines of each step and prompt
             for line in humanline.read_lines(path):
                 line["tokens"] = len(line["tokens"])
                 by_step[line["step"]][line["prompt_id"]].append(line)

@@ -118,7 +118,8 @@ def test_help_has_a_section_for_each_subject_with_whole_sentences_about_every_fl
         words = " ".join((stands["beside"] or stands["below"]).split())
         assert f"{words} (default: " in squeezed, f"the help of {field.name} is not shown"
     under_flag = "│" + 22 * " "
-    for line, following in itertools.pairwise(shown.splitlines()):  # a line ends only where the next word does not fit
+    # A line ends only where the next word does not fit.
+    for line, following in itertools.pairwise(shown.splitlines()):
         if line.startswith(under_flag) and following.startswith(under_flag):
             assert len(line.rstrip("│ ")) + 1 + len(following.strip("│ ").split()[0]) > 78, line
 

@@ -138,7 +138,8 @@ def test_implicit_rewards_are_of_perceived_log_ratios_and_ess_of_the_importance_
 @pytest.mark.parametrize("flags, data, names", [
     ("--loss dpo", "pairs", {"loss", "logp_wanted", "ordered", "margin"}),
     ("--loss grpo", "groups", {"loss", "logp_wanted"}), ("--sample-every 1", "prompts", {"loss", "reward"})])
-def test_the_bar_shows_what_the_policy_does_and_not_the_rewards_in_the_data(run, monkeypatch, flags, data, names):
+def test_the_bar_shows_what_the_policy_does_and_not_the_rewards_of_the_data(
+        run, monkeypatch, flags, data, names):
     shown = []
     monkeypatch.setattr(humanline.tqdm, "set_postfix", lambda bar, values, refresh: shown.append(values))
     [line] = metrics(run(f"{flags} --steps 1", data=data))
