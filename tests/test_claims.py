@@ -762,6 +762,12 @@ def test_what_the_texts_say_of_rates_and_syncs_holds(everything):
     assert [tuned.forms["grpo", HUMANLINE].k for tuned in everything.tasks] == [128, 24, 64]
     for loss, form in itertools.product(("dpo", "kto"), ("plain", HUMANLINE, "sync alone", "clip alone")):
         assert long_sums.forms[loss, form].lr == 6.25e-6 and abs(long_sums.compare(loss, "plain", HUMANLINE)["mean"]) < 0.002
+    ends = {form: {} for form in ("plain", HUMANLINE)}  # of DPO on sums, by rate, with the best k
+    for run, outcome in sums.known.items():
+        if run.loss == "dpo" and run.form in ends and run.seed == 101:
+            ends[run.form][run.lr] = max(outcome["validation"][-1] - outcome["validation"][0], ends[run.form].get(run.lr, -1))
+    rates = [lr for lr in ends["plain"] if lr >= 2.5e-5]
+    assert all(ends["plain"][lr] < 0 for lr in rates) and sum(ends[HUMANLINE][lr] > 0 for lr in rates) >= 3
     for tuned in everything.tasks:  # without the ratio clip, twice the best rate is too high
         lr = tuned.forms["grpo", NO_CLIP].lr
         twice = Run(tuned.name, "grpo", NO_CLIP, 2 * lr, 0, 101)

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterable
@@ -426,7 +427,7 @@ def taper_rule(tasks: list[Tuned]) -> dict:
             if difference and form == TAPERED:
                 above[loss] += difference["low"] > 0
                 if difference["mean"] < -MARGIN:
-                    below.append(f"{loss.upper()} on {tuned.name}")
+                    below.append(f"{loss.upper()} on {IN_FIGURES.get(tuned.name, tuned.name)}")
     left = sum(not tuned.is_complete for tuned in tasks)
     outcome = "open" if max(above.values()) + left >= 2 and not below else "goes"
     if not left and outcome == "open":
@@ -495,7 +496,7 @@ rate."""
 def verdicts_page(
     measures: str, corrected: str, parts: str, clip: str, verdicts: list[dict], taper: dict, prior: dict
 ) -> str:
-    columns = lambda cell, *names: [str(cell[name]) for name in names]
+    columns = lambda cell, *names: [IN_FIGURES.get(cell[name], cell[name]) for name in names]
     near = lambda cell: [show_difference(cell), f"{cell['p_same']:.2g}"]
     rows = []
     for cell in verdicts:
@@ -513,9 +514,11 @@ def verdicts_page(
     )
     counts = ", ".join(f"{loss.upper()} on {count}" for loss, count in taper["above"].items())
     below = ", ".join(taper["below"]) or "nowhere"
+    outcomes = Counter(cell["outcome"] for cell in verdicts)
+    outcomes = ", ".join(f"{outcomes[name]} {name}" for name in (decide.HELD, decide.NOT_HERE, decide.UNDECIDED))
     text = [
         "# Verdicts, tuned against tuned",
-        f"{len(verdicts)} verdicts.{left} {ABOUT_VERDICTS}",
+        f"{len(verdicts)} verdicts: {outcomes}.{left} {ABOUT_VERDICTS}",
         markdown("| claim | loss | task | difference | seeds | p | Holm's p | verdict |", rows),
         "## All losses by the same measures",
         ABOUT_MEASURES,
