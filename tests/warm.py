@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -38,7 +39,8 @@ def be(line: list[str], cwd: str, environment: dict, files: list[str], before: t
         function(*arguments)
     try:
         runpy.run_path(line[0], run_name="__main__")
-    finally:
+    finally:  # as at the end of an interpreter, which a process of multiprocessing does not reach
+        threading._shutdown()
         atexit._run_exitfuncs()
 
 
