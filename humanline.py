@@ -42,8 +42,6 @@ weights, images, tools, and several turns within one rollout.
 #     "datasets>=4.0,<6",
 #     "tqdm>=4.66",
 #     "tyro>=1.0,<2",
-#     "loky>=3.7,<4",
-#     "psutil>=5.9",
 #     "math-verify>=0.8,<1",
 # ]
 # ///
@@ -63,18 +61,20 @@ import io
 import itertools
 import json
 import math
+import multiprocessing.connection
 import os
+import pickle
 import re
 import runpy
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
-import threading
 import time
 import tomllib
+import weakref
 from collections import ChainMap, Counter, deque
-from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -89,12 +89,10 @@ import torch.distributed as dist
 # keep it from being destroyed.
 import torch.distributed.nn
 import torch.nn.functional as F
-import psutil
 import tyro
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
-from loky import ProcessPoolExecutor
 from tqdm import tqdm
 
 # ---------- Configuration -----------------------------------------------------------------------------------
@@ -1795,32 +1793,33 @@ class Sampler:
         step -= REDRAW * self.drawings[key]
         self.drawings[key] += 1
         repeated = [group for group in prompts for _ in range(size)]
-        calls = self.plan_calls(repeated)
         if self.external:
             with explained(f"--sampler {self.config.sampler}", "see the docstring of configs/external.py"):
                 drawn = self.check_completions(self.external(prompts, size, step, greedy), len(repeated))
         else:
-            drawn = self.draw(repeated, calls, step, greedy)
-        rewarded = {}
-        for places in calls.values():
-            texts = self.texts([drawn[i][0] for i in places])
-            of = [rows[repeated[i].row] for i in places]
-            rewards = [0.0] * len(places)
-            if self.reward:
-                rewards = self.reward.attempt([row.prompt for row in of], texts, [row.fields for row in of])
-            for i, reward in zip(places, rewards):
-                rewarded[i] = (*drawn[i], reward)
-        everything = {}
-        for part in gather_from_ranks(rewarded):
-            everything |= part
-        ids, logps, rewards = map(list, zip(*(everything[i] for i in range(len(repeated)))))
-        if self.reward:
-            rewards = self.reward.settle(rewards)
+            drawn = in_order(self.draw(repeated, step, greedy))
         rollouts = []
         for number, group in enumerate(prompts):
-            mine = slice(number * size, (number + 1) * size)
-            rollouts.append(Group(group.row, group.prompt, ids[mine], rewards[mine], logps=logps[mine]))
+            ids, logps = map(list, zip(*drawn[number * size : (number + 1) * size]))
+            rollouts.append(Group(group.row, group.prompt, ids, [0.0] * size, logps=logps))
+        if self.reward:
+            self.reward_groups(rollouts, rows)
         return rollouts
+
+    def reward_groups(self, groups: list[Group], rows: list[Row]) -> None:
+        """Set the rewards of groups of the same size; each rank computes a part. A call of the reward gets whole
+        groups, one after another, of at most 64 completions or one group."""
+        count = max(1, 64 // len(groups[0].rewards))
+        attempted = {}
+        for start in range(RANK * count, len(groups), WORLD_SIZE * count):
+            samples = [(rows[group.row], ids) for group in groups[start : start + count]
+                       for ids in group.completions]
+            texts = self.texts([ids for _, ids in samples])
+            attempted[start] = self.reward.attempt(
+                [row.prompt for row, _ in samples], texts, [row.fields for row, _ in samples])
+        rewards = iter(self.reward.settle(list(itertools.chain(*in_order(attempted)))))
+        for group in groups:
+            group.rewards = list(itertools.islice(rewards, len(group.rewards)))
 
     def check_completions(self, drawn: list[Completion], count: int) -> list[Completion]:
         """Check what a --sampler returned. Raises ValueError unless it is `count` completions, each a list of
@@ -1830,7 +1829,7 @@ class Sampler:
             whole = cut_at_stop([*ids, self.stop_ids[0]], self.stop_ids)[: self.config.max_new_tokens]
             is_whole = whole == ids and self.vocabulary.issuperset(ids)
             if is_whole and len(logps) == len(ids) and -math.inf < sum(logps) < 0.01:
-                completions.append((ids, [round(value, 5) for value in logps]))
+                completions.append(([int(token) for token in ids], [round(float(value), 5) for value in logps]))
         if not len(completions) == len(drawn) == count:
             raise ValueError(f"{drawn!r:.80} is not {count} completions of token ids and log-probs")
         return completions
@@ -1849,11 +1848,10 @@ class Sampler:
         mine = [(turn * WORLD_SIZE + RANK) % len(calls) for turn in range(turns)]
         return {number: calls[number] for number in mine}
 
-    def draw(self, repeated: list[Group], calls: dict[int, list[int]], step: int,
-             greedy: bool) -> dict[int, Completion]:
+    def draw(self, repeated: list[Group], step: int, greedy: bool) -> dict[int, Completion]:
         """The completions of this rank, by their index into `repeated`."""
         drawn = {}
-        bar = tqdm(calls.items(), "drawing", leave=False, delay=1, disable=RANK > 0 or None)
+        bar = tqdm(self.plan_calls(repeated).items(), "drawing", leave=False, delay=1, disable=RANK > 0 or None)
         with gathered(self.policy) if self.config.shard else contextlib.nullcontext():
             for number, places in bar:
                 ids = [repeated[i].prompt for i in places]
@@ -2033,7 +2031,7 @@ class Reward:
     def call(self, *samples: list) -> list:
         """What the function returns. Raises ValueError unless that is one value for each completion."""
         values, count = self.function(*samples), len(samples[0])
-        if len(values) != count:
+        if not isinstance(values, list) or len(values) != count:
             raise ValueError(f"it returned {values!r:.60} for {count} completions")
         return values
 
@@ -2043,9 +2041,10 @@ class Reward:
         UserError if no sample of the run ever got a reward."""
         good = [reward for reward in attempted if isinstance(reward, float)]
         reasons = [reward for reward in attempted if isinstance(reward, str)]
+        if "took longer" in "".join(reasons[:1]):
+            reasons[0] += "; raise --reward-seconds"
         self.worked |= bool(good)
-        if not self.worked:
-            raise UserError(f"--reward {self.config.reward} failed on every sample: {reasons[0]}")
+        require(self.worked, f"--reward {self.config.reward} failed on every sample: {''.join(reasons[:1])}")
         lowest = min([0.0, *good])
         if reasons:
             warn(f"--reward {self.config.reward}: {len(reasons)} of {len(attempted)} samples failed and count "
@@ -2079,71 +2078,109 @@ def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> lis
     return rewards
 
 class FunctionProcess:
-    """Calls a function of the user's file in a process of its own. If it hangs, crashes or runs out of
-    memory, only that call fails: after `seconds` it raises TimeoutError, the process is killed with
-    everything that it started, and the next call starts a new one. Returns a list; `settings` are extra
-    keyword arguments."""
+    """Calls a function of the user's file in a separate process, of this Python or of the one that `command`
+    starts, which needs only the standard library. If the function hangs, crashes or runs out of memory, only
+    that call fails: with TimeoutError after `seconds`, otherwise with RuntimeError. The process is killed with
+    its children, also at exit or when this object is deleted, and the next call starts a new one.
 
-    def __init__(self, path: str, name: str, seconds: float, settings: dict | None = None):
-        self.path, self.name, self.seconds = os.path.abspath(path), name, seconds
-        self.settings = settings or {}
+    Arguments are pickled, and every element of a list is copied, so that the function may change it. Results
+    are numbers, strings, lists, arrays or tensors, and are sent as JSON. `settings` are keyword arguments of
+    the function, `options` those of Popen."""
+
+    def __init__(self, path: str, name: str, seconds: float, settings: dict | None = None,
+                 command: Iterable[str] = (), **options: Any):
+        self.function = os.path.abspath(path), name, settings or {}
+        # -P: files in the working folder must not replace modules of Python.
+        self.line = [*(command or [sys.executable]), "-P", "-c", SERVER]
+        self.seconds, self.options = seconds, options
         self.start()
 
     def start(self) -> None:
-        self.pool = ProcessPoolExecutor(1, env={"LOKY_MAX_MEMORY_LEAK_SIZE": "1e18"})  # never replace it
-        self.run(300)  # load the file
+        # In a new session, so that it can be killed with its children, and Ctrl-C does not reach it.
+        self.process = subprocess.Popen(self.line, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        start_new_session=True, **self.options)
+        self.end = weakref.finalize(self, self.kill, self.process)
+        self.ask(300, None)  # load the file
 
-    def __call__(self, *arguments: Any) -> list:
-        if self.pool is None:
+    @staticmethod
+    def kill(process: subprocess.Popen) -> int:
+        with contextlib.suppress(OSError):  # it may have ended already, with unread input
+            os.killpg(process.pid, signal.SIGKILL)
+            process.stdin.close()
+        return process.wait()
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.end.alive:
             self.start()
-        return self.run(self.seconds, *arguments)
+        return self.ask(self.seconds, arguments)
 
-    def run(self, seconds: float, *arguments: Any) -> list:
-        path, name, settings, trainer = self.path, self.name, self.settings, os.getpid()
-
-        def end_with_trainer():
-            while os.getppid() == trainer:  # a killed trainer may stay a zombie, with its pid
-                time.sleep(0.5)
-            for child in psutil.Process().children(recursive=True):
-                child.kill()
-            os._exit(1)
-
-        def call() -> tuple[list, str]:  # runs in the other process, which does not import this file
-            try:
-                if "users_file" not in sys.modules:
-                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for training alone
-                    threading.Thread(target=end_with_trainer, daemon=True).start()
-                    sys.path.insert(0, os.path.dirname(path))
-                    spec = importlib.util.spec_from_file_location("users_file", path)
-                    sys.modules["users_file"] = importlib.util.module_from_spec(spec)
-                    spec.loader.exec_module(sys.modules["users_file"])
-                function = getattr(sys.modules["users_file"], name)
-                values = function(*arguments, **settings) if arguments else []
-                if not isinstance(values, (list, tuple)):
-                    values = values.tolist()  # an array or a tensor
-                return [value.item() if hasattr(value, "item") else value for value in values], ""
-            except BaseException as error:  # also sys.exit()
-                return [], f"{type(error).__name__}: {error}".splitlines()[0]
-
+    def ask(self, seconds: float, arguments: tuple | None) -> Any:
         try:
-            values, failure = self.pool.submit(call).result(seconds)
-        except BaseException as error:  # a timeout, a crash, or Ctrl-C
-            self.stop()
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(f"took longer than {seconds:.4g} s") from None
-            if isinstance(error, BrokenExecutor):
-                raise RuntimeError("its process died: it crashed or ran out of memory") from None
+            with contextlib.suppress(BrokenPipeError):  # it has died, which shows below
+                request = pickle.dumps((seconds, self.function, arguments))
+                self.process.stdin.write(request.hex().encode() + b"\n")
+                self.process.stdin.flush()
+            if not multiprocessing.connection.wait([self.process.stdout], seconds):
+                raise TimeoutError(f"took longer than {seconds:.4g} s")
+            answer = self.process.stdout.readline()
+            if not answer:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(1)  # it has closed its output and is probably exiting
+                raise RuntimeError(f"its process ended with status {self.end()}")
+        except BaseException:  # also Ctrl-C
+            self.end()
             raise
+        value, failure = json.loads(answer)
+        if failure and arguments is None:  # the file did not load
+            self.end()
         if failure:
-            if not arguments:  # the file did not load
-                self.stop()
             raise RuntimeError(failure)
-        return values
+        return value
 
-    def stop(self) -> None:
-        self.queue = self.pool._call_queue  # its thread may free locks while Python exits; then loky warns
-        self.pool.shutdown(kill_workers=True)
-        self.pool = None
+def serve_function() -> None:
+    """The process of a FunctionProcess, which runs this source without the rest of the file: load the function,
+    and call it for each request. Ends when the trainer ends, even in the middle of a call."""
+    import copy, faulthandler, importlib.util, json, multiprocessing, os, pickle, queue, signal, sys, threading
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what the function starts must not read requests
+    os.dup2(2, 1)  # what it prints must not be taken for an answer
+    calls = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in requests:
+            calls.put(line)
+        os.killpg(0, signal.SIGKILL)  # also its children, such as the workers of an engine
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        seconds, (path, name, settings), arguments = pickle.loads(bytes.fromhex(calls.get()))
+        # This ends the process even if a loop in C keeps `listen` from running.
+        faulthandler.dump_traceback_later(seconds + 5, exit=True)
+        try:
+            if arguments is None:
+                value = None
+                # Modules beside the file take precedence over installed ones, but not over those of Python.
+                places = [place for place, entry in enumerate(sys.path) if entry.endswith("-packages")]
+                sys.path.insert(min(places, default=len(sys.path)), os.path.dirname(path))
+                sys.path.append(os.getcwd())
+                # With these names, processes of `multiprocessing` find the functions of the file.
+                sys.modules["__main__"].__file__ = path
+                spec = importlib.util.spec_from_file_location("__mp_main__", path)
+                module = importlib.util.module_from_spec(spec)
+                sys.modules["__mp_main__"] = sys.modules["users_file"] = module
+                spec.loader.exec_module(module)
+                function = getattr(module, name)
+            else:
+                copies = [[copy.deepcopy(item) for item in part] if isinstance(part, list) else part
+                          for part in arguments]
+                value = function(*copies, **settings)
+            answer = json.dumps([value, ""], default=lambda value: value.tolist())  # arrays and tensors
+        except BaseException as error:  # also sys.exit()
+            answer = json.dumps([None, f"{type(error).__name__}: {error}".splitlines()[0]])
+        faulthandler.cancel_dump_traceback_later()
+        print(answer, file=answers, flush=True)
+
+SERVER = f"{inspect.getsource(serve_function)}\nserve_function()"  # now, as the file may change while it runs
 
 # ---------- The reference -----------------------------------------------------------------------------------
 
@@ -2502,6 +2539,11 @@ def gather_from_ranks(value: Any) -> list:
     if WORLD_SIZE > 1:
         dist.all_gather_object(values, value)
     return values
+
+def in_order(values: dict[int, Any]) -> list:
+    """The values of all ranks, in the order of their keys."""
+    everything = {key: value for part in gather_from_ranks(values) for key, value in part.items()}
+    return [everything[key] for key in sorted(everything)]
 
 def from_first_rank(make: Callable[[], Any]) -> Any:
     """The result of make() on rank 0, or the UserError that it raises, on every rank."""

@@ -24,20 +24,15 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import torch
 
 import humanline
-from humanline import explained, from_first_rank, warn
+from humanline import FunctionProcess, explained, from_first_rank, warn
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE))
-
-from function_process import FunctionProcess
-
 SECONDS = 3600  # time limit for one request
 
 
@@ -76,7 +71,8 @@ class External:
         command = shlex.split(os.environ.get("HUMANLINE_SAMPLER_COMMAND", ""))
         advice = "set HUMANLINE_SAMPLER_COMMAND to a Python that has it installed"
         with explained(self.name, f"see {self.log}", ModuleNotFoundError=advice):
-            self.process = FunctionProcess(path, name, SECONDS, command, environment, self.log)
+            log = stack.enter_context(open(self.log, "ab"))
+            self.process = FunctionProcess(path, name, SECONDS, {}, command, env=environment, stderr=log)
         stack.callback(lambda: self.process.end())  # looked up late: the process may have been restarted
 
     def forget_weights(self, *_) -> None:
