@@ -15,7 +15,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([
     "torch.distributed.nn", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
-    "transformers.generation", "safetensors.torch", "loky", "psutil", "tyro", "tqdm"])
+    "transformers.generation", "safetensors.torch", "tyro", "tqdm"])
 
 
 def be(line: list[str], cwd: str, environment: dict, files: list[str], before: tuple) -> None:
