@@ -936,6 +936,7 @@ def winrate(flags: Winrate) -> None:
     sampler = load(config, rewarded=judge is None)
     reward = sampler.reward
     sampler.check_columns(rows)
+    humanline.find_special_tokens(rows, sampler, "--data")  # removes stop tokens at the end of answers
     sampler.reward = None  # both sides are rewarded together, below
 
     def completions_by_row(sampler: Sampler, stream: int) -> dict[int, list[str]]:
@@ -951,8 +952,7 @@ def winrate(flags: Winrate) -> None:
         unload(other)
     else:
         other_texts = {
-            i: [sampler.without_stop(rows[i].completions[int(np.argmax(rows[i].rewards))])] * flags.samples
-            for i in desirable
+            i: [rows[i].completions[int(np.argmax(rows[i].rewards))]] * flags.samples for i in desirable
         }
     common = sorted(set(model_texts) & set(other_texts))
     pair_rows = [rows[row] for row in common for _ in model_texts[row]]

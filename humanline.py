@@ -1282,8 +1282,7 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
             first.tokens += row.tokens
             first.logps += row.logps
             first.truncated += row.truncated
-    has_surroundings = config.system is not None or config.prompt_template is not None
-    if has_surroundings and any(row.tokens for row in rows.values()):
+    if (config.system, config.prompt_template) != (None, None) and any(row.tokens for row in rows.values()):
         warn(f"{source}: --system and --prompt-template are not applied to the complete prompts of rollouts")
     if dropped:
         warn(f"{source}: dropped {dropped} rows whose dialogues differ before the last turn, or do not end "
@@ -1318,8 +1317,9 @@ def read_file(path: str, source: str) -> Iterator[dict]:
     """Read a Parquet file, a CSV file, JSON lines, or one JSON list of objects, compressed with gzip or not.
     In a CSV file, all columns are texts except for labels and rewards."""
     kind = Path(path.lower().removesuffix(".gz")).suffix
-    with explained(source, "pass a file of JSON lines, or of one JSON list",
-                   arrow="write the data with Dataset.to_parquet instead of save_to_disk"):
+    require(kind in (".jsonl", ".json", ".parquet", ".csv"), f"{source}: {path} is no .jsonl, .json, .parquet or "
+            ".csv file; write the data with Dataset.to_parquet, for example")
+    with explained(source, "pass a file of JSON lines, or of one JSON list"):
         if kind == ".parquet":
             import pyarrow.parquet
             yield from pyarrow.parquet.read_table(path).to_pylist()
@@ -1331,8 +1331,6 @@ def read_file(path: str, source: str) -> Iterator[dict]:
                 yield {name: json.loads(cell.lower()) if name in ("label", "reward") else cell
                        for name, cell in row.items() if cell}
             return
-        if kind not in (".jsonl", ".json"):
-            raise ValueError(f"{path} is no .jsonl, .json, .parquet or .csv file")
         if text.startswith(b"["):
             yield from json.loads(text)
             return
@@ -1340,7 +1338,7 @@ def read_file(path: str, source: str) -> Iterator[dict]:
         with explained(f"{source} row {number}: not JSON", "fix the row or remove it"):
             yield json.loads(line)
 
-# Column names of GSM8K, MATH, UltraFeedback-ArmoRM, HALOs, ShareGPT, vLLM and TRL. For others, add lines.
+# Column names of GSM8K, MATH, UltraFeedback-ArmoRM, HALOs, vLLM and TRL. For another data set, add lines.
 COLUMN_NAMES = {
     "question": "prompt",
     "problem": "prompt",
@@ -1349,7 +1347,6 @@ COLUMN_NAMES = {
     "all_rm_scores": "scores",
     "output_A": "chosen",
     "output_B": "rejected",
-    "conversations": "prompt",
     "response": "completion",
     "score": "reward",
     "token_ids": "tokens",
@@ -1443,9 +1440,6 @@ def read_messages(value: Any, role: str, where: str) -> list[dict]:
         value = [value]
     messages = []
     for turn in value:
-        if "from" in turn:  # ShareGPT
-            roles = dict(human="user", gpt="assistant")
-            turn = dict(role=roles.get(turn["from"], turn["from"]), content=turn["value"])
         unread = ("tool_calls", "reasoning_content", "reasoning", "thinking")
         lost = [name for name in unread if turn.get(name)]
         require(not lost, f"{where}: a message has {lost}, which are not read; move them into 'content'")
@@ -1479,9 +1473,6 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
     if online:
         sampler.check_columns(rows)
         rows = [dataclasses.replace(row, completions=[], tokens=[]) for row in rows]
-    for row in rows:
-        require(online or row.completions, f"{row.where}: no completions with rewards or labels among its "
-                f"columns {', '.join(row.fields)}; rename them as in the README, or use --sample-every 1")
     has_answers = any(turn["role"] == "assistant" for row in rows for turn in row.prompt)
     if flag == "--data" and has_answers and not tokenizer.chat_template:
         tokenizer.chat_template = TRANSCRIPT
@@ -1494,6 +1485,8 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
     groups = []
     foreign = unfinished = 0
     for number, (row, (prompt, *wholes)) in enumerate(zip(rows, encoded)):
+        require(online or row.completions, f"{row.where}: no completions with rewards or labels among its "
+                f"columns {', '.join(row.fields)}; rename them as in the README, or use --sample-every 1")
         group = Group(number, prompt, row.tokens, row.rewards, row.labelled)
         if are_tokens_of(sampler, row):
             if len(row.logps) == len(row.tokens):
@@ -1504,7 +1497,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
             group.prompt = os.path.commonprefix([prompt, *wholes])
             group.completions = [
                 cut_at_stop([*ids[len(group.prompt):], stops[0]], stops,
-                            sum(map(text.count, sampler.stop_texts)))
+                            len(re.findall(sampler.stop_pattern, text)))
                 for ids, text in zip(wholes, row.completions)
             ]
         texts = (group.prompt, *group.completions)
@@ -1515,7 +1508,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
         if len(group.prompt) <= longest_prompt and len(group.prompt) + room <= sampler.longest:
             groups.append(group)
     if unfinished:
-        warn(f"{flag}: the tokens of {unfinished} rows end without {sampler.stop_texts[0]!r} and count as cut "
+        warn(f"{flag}: the tokens of {unfinished} rows end without {tokenizer.decode(stops[0])!r} and count as cut "
              "off; append it, or set 'truncated' to true")
     if foreign:
         warn(f"{flag}: the tokens of {foreign} rows do not match their texts under this tokenizer; the texts "
@@ -1541,8 +1534,7 @@ def find_special_tokens(rows: list[Row], sampler: "Sampler", flag: str) -> None:
     pattern = re.compile("|".join(map(re.escape, special)) or "(?!)")
     found = []
     for row in rows:
-        if not row.tokens:
-            row.completions = [sampler.without_stop(text) for text in row.completions]
+        row.completions = [re.sub(rf"({sampler.stop_pattern})\s*$", "", text) for text in row.completions]
         for text in [turn["content"] for turn in row.prompt] + row.completions:
             found += [f"{match[0]!r} in {row.where}" for match in pattern.finditer(text)]
     if found:
@@ -1752,7 +1744,8 @@ class Sampler:
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
         with explained(f"--model {config.model}: its chat template fails", "fix its chat_template.jinja"):
             self.stop_ids = find_stop_ids(policy, tokenizer)
-        self.stop_texts = tokenizer.convert_ids_to_tokens(self.stop_ids)
+        stop_texts = filter(None, tokenizer.convert_ids_to_tokens(self.stop_ids))  # None: it has no such id
+        self.stop_pattern = "|".join(map(re.escape, stop_texts))
         positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
         self.max_positions = positions or 2**31
         # of a prompt with its completion, in tokens
@@ -1772,16 +1765,10 @@ class Sampler:
                     f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
 
     def texts(self, completions: list[list[int]]) -> list[str]:
-        """Completions as text, without the stop token, BOS and padding. Other special tokens are kept, since
-        thoughts may begin and end with them."""
-        hidden = {self.tokenizer.bos_token_id, self.tokenizer.pad_token_id}
-        ended = [ids[:-1] if ids[-1] in self.stop_ids else ids for ids in completions]
-        return self.tokenizer.batch_decode([[token for token in ids if token not in hidden] for ids in ended])
-
-    def without_stop(self, text: str) -> str:
-        """The text of an answer without a stop token at its end."""
-        ends = [stop for stop in self.stop_texts if text.rstrip().endswith(stop)]
-        return text.rstrip().removesuffix(ends[0]) if ends else text
+        """Completions as text, without stop tokens, BOS and padding. Other special tokens are kept: thoughts may
+        begin and end with them."""
+        hidden = {self.tokenizer.bos_token_id, self.tokenizer.pad_token_id, *self.stop_ids}
+        return self.tokenizer.batch_decode([[i for i in ids if i not in hidden] for ids in completions])
 
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
                       greedy: bool = False) -> list[Group]:
