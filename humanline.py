@@ -448,14 +448,15 @@ class Microbatch:
     loss may add its own."""
 
 def best_against_worst(group: Group, sequences: list[Sequence]) -> list[list[Sequence]]:
-    """DPO: the best and the worst completion form a pair, unless they or their rewards are equal."""
-    best, worst = (sequences[group.rewards.index(pick(group.rewards))] for pick in (max, min))
-    return [[best, worst]] if best.completion != worst.completion else []
+    """DPO: the best and the worst completion form a pair, unless all rewards are equal."""
+    best, worst = max(group.rewards), min(group.rewards)
+    if best == worst:
+        return []
+    return [[sequences[group.rewards.index(reward)] for reward in (best, worst)]]
 
 def above_and_below_mean(group: Group, sequences: list[Sequence]) -> list[list[Sequence]]:
-    """KTO: each completion is an example; without labels, none of a group whose rewards or completions are all
-    equal."""
-    if not group.labelled and not best_against_worst(group, sequences):
+    """KTO: each completion is an example; without labels, none of a group whose rewards are all equal."""
+    if not group.labelled and max(group.rewards) == min(group.rewards):
         return []
     return [[sequence] for sequence in sequences]
 
@@ -1317,8 +1318,8 @@ def read_file(path: str, source: str) -> Iterator[dict]:
     """Read a Parquet file, a CSV file, JSON lines, or one JSON list of objects, compressed with gzip or not.
     In a CSV file, all columns are texts except for labels and rewards."""
     kind = Path(path.lower().removesuffix(".gz")).suffix
-    require(kind in (".jsonl", ".json", ".parquet", ".csv"), f"{source}: {path} is no .jsonl, .json, .parquet or "
-            ".csv file; write the data with Dataset.to_parquet, for example")
+    require(kind in (".jsonl", ".json", ".parquet", ".csv"), f"{source}: {path} is no .jsonl, .json, .parquet "
+            "or .csv file; write the data with Dataset.to_parquet, for example")
     with explained(source, "pass a file of JSON lines, or of one JSON list"):
         if kind == ".parquet":
             import pyarrow.parquet
@@ -1500,6 +1501,8 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
                             len(re.findall(sampler.stop_pattern, text)))
                 for ids, text in zip(wholes, row.completions)
             ]
+            if len(set(map(tuple, group.completions))) == 1:  # none is better
+                group.rewards = [fmean(row.rewards)] * len(row.rewards)
         texts = (group.prompt, *group.completions)
         require(all(texts) and sampler.vocabulary.issuperset(itertools.chain(*texts)),
                 f"{row.where}: the tokenizer of --model {config.model} gives no tokens for it, or some that "
@@ -1508,8 +1511,8 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
         if len(group.prompt) <= longest_prompt and len(group.prompt) + room <= sampler.longest:
             groups.append(group)
     if unfinished:
-        warn(f"{flag}: the tokens of {unfinished} rows end without {tokenizer.decode(stops[0])!r} and count as cut "
-             "off; append it, or set 'truncated' to true")
+        warn(f"{flag}: the tokens of {unfinished} rows end without {tokenizer.decode(stops[0])!r} and count as "
+             "cut off; append it, or set 'truncated' to true")
     if foreign:
         warn(f"{flag}: the tokens of {foreign} rows do not match their texts under this tokenizer; the texts "
              "are used instead, and their sampler counts as unknown")
@@ -1638,13 +1641,14 @@ class Batches:
             self.pool = [(group, unit) for group, units in zip(groups, prepared) for unit in units]
             require(any(not is_idle(sequence, config) for _, unit in self.pool for sequence in unit),
                     "--data: no row has both a better and a worse completion")
-            if tied := sum(not units for units in prepared):
-                warn(f"--data: dropped {tied} of {len(groups)} prompts whose rewards or completions are equal")
+            if tied := sum(not group.labelled and len(set(group.rewards)) == 1 for group in groups):
+                warn(f"--data: {tied} of {len(groups)} prompts have no better and worse completion, and so no "
+                     "gradient")
         require(self.per_step <= len(self.pool), f"--batch-size {config.batch_size}: a step needs "
                 f"{self.per_step} prompts, pairs or examples, but --data has {len(self.pool)}; lower it")
         prompts = {tuple(group.prompt) for group in groups}
         if self.loss.needs_mismatched and 1 in (self.per_step, len(prompts)):
-            warn("z₀ is 0 in every step, because a batch has only one prompt; raise --batch-size, or add prompts")
+            warn("z₀ is 0 in every step, as a batch has only one prompt; raise --batch-size, or add prompts")
         self.steps = config.steps or len(self.pool) // self.per_step  # in the whole run
         self.order = []  # indices into the pool; each epoch is shuffled anew
         while len(self.order) < self.steps * self.per_step:
@@ -1765,8 +1769,8 @@ class Sampler:
                     f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
 
     def texts(self, completions: list[list[int]]) -> list[str]:
-        """Completions as text, without stop tokens, BOS and padding. Other special tokens are kept: thoughts may
-        begin and end with them."""
+        """Completions as text, without stop tokens, BOS and padding. Other special tokens are kept: thoughts
+        may begin and end with them."""
         hidden = {self.tokenizer.bos_token_id, self.tokenizer.pad_token_id, *self.stop_ids}
         return self.tokenizer.batch_decode([[i for i in ids if i not in hidden] for ids in completions])
 

@@ -262,7 +262,7 @@ def test_a_system_message_or_template_that_rollouts_do_not_get_is_reported(tmp_p
     path = write_jsonl(tmp_path / "rollouts.jsonl", [line])
     for settings in (dict(system="Be brief."), dict(prompt_template="{prompt}!")):
         humanline.read_rows(path, Config(**settings), "--data")
-        assert "--system and --prompt-template are not applied to the complete prompts" in capsys.readouterr().err
+        assert "--system and --prompt-template are not applied to the complete" in capsys.readouterr().err
     humanline.read_rows(path, Config(), "--data")
     assert not capsys.readouterr().err
 
@@ -460,10 +460,11 @@ def test_online_prompts_without_room_for_a_completion_are_dropped(tiny):
 
 def test_special_tokens_in_texts_are_counted_and_named_and_an_answer_stays_whole(tiny, capsys):
     chosen = "The token <eos> ends it, and so on"
-    tokenizer, [_, group] = encoded(tiny, [dict(prompt="a", chosen="b", rejected="c"),
-                                           dict(prompt="<|user|>how?", chosen=chosen, rejected="<eos> b <eos> ")])
+    rows = [dict(prompt="a", chosen="b", rejected="c"),
+            dict(prompt="<|user|>how?", chosen=chosen, rejected="<eos> b <eos> ")]
+    tokenizer, [_, group] = encoded(tiny, rows)
     assert [tokenizer.decode(ids) for ids in group.completions] == [chosen + "<eos>", "<eos> b <eos>"]
-    says = "the texts contain 3 special tokens of the tokenizer, which are read as such, the first one '<|user|>'"
+    says = "contain 3 special tokens of the tokenizer, which are read as such, the first one '<|user|>' in "
     assert says in capsys.readouterr().err
     encoded(tiny, [dict(prompt="a", chosen="b<eos>", rejected="c<eos>")])  # the end of the answers
     assert "warning" not in capsys.readouterr().err
@@ -495,14 +496,17 @@ def test_a_turn_may_end_with_tokens_that_are_special_in_the_tokenizers_file_alon
 
 # What can have no gradient.
 
-def test_pairs_and_groups_that_have_no_gradient_are_dropped_with_a_count(capsys):
-    same = Group(0, [1], [[5], [5]], [1.0, 0.0])
-    for loss in ("dpo", "kto"):
-        batches = Batches(Config(loss=loss, batch_size=1), [GROUP, TIED, same, Group(1, [2], [[5]], [1.0])], 64)
-        assert {id(group) for group, _ in batches.pool} == {id(GROUP)}
-        assert "dropped 3 of 4 prompts whose rewards or completions are equal" in capsys.readouterr().err
+def test_pairs_and_groups_that_have_no_gradient_are_dropped_with_a_count(tiny, capsys):
+    rows = [dict(prompt="a", chosen="b", rejected="c"), dict(prompt="a", chosen="b", rejected="b"),
+            dict(prompt="b", completions=["c", "d"], scores=[1, 1]), dict(prompt="b", completion="c", reward=1)]
+    _, groups = encoded(tiny, rows)
+    for loss in ("dpo", "kto", "grpo"):
+        batches = Batches(Config(loss=loss, batch_size=1), groups, 64)
+        if loss != "grpo":  # which has them as zeros in the mean
+            assert {id(group) for group, _ in batches.pool} == {id(groups[0])}
+        assert "3 of 4 prompts have no better and worse completion, and so no " in capsys.readouterr().err
         with pytest.raises(UserError, match="no row has both a better and a worse completion"):
-            Batches(Config(loss=loss, batch_size=1), [TIED, same], 64)
+            Batches(Config(loss=loss, batch_size=1), groups[1:], 64)
 
 
 @pytest.mark.parametrize("prompts, batch_size, says", [

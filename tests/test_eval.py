@@ -269,7 +269,7 @@ def test_failed_rewards_count_alike_on_both_sides(tmp_path):
 
 def test_win_rates_compare_only_with_desirable_completions_of_the_data(ask, tiny, tmp_path, capsys):
     labels = [False, True, True, False, True]
-    rows = [dict(prompt=f"p{i}", completion=f"c{i}<eos>", label=label, answer="x")  # without <eos>, as in training
+    rows = [dict(prompt=f"p{i}", completion=f"c{i}<eos>", label=label, answer="x")  # <eos> ends it
             for i, label in enumerate(labels)]
     data = write_jsonl(tmp_path / "labels.jsonl", rows)
     output = ask(f"winrate --model {tiny} --against data --data {data} --max-new-tokens 3 --out pairs.jsonl")
@@ -546,7 +546,7 @@ def other_vocabulary(tiny, tmp_path_factory):
      "--prompts is 0; it must be between 1 and 1,000,000"),
     ("show --model old --rollouts", "--rollouts: no old/rollouts.jsonl; pass the folder of a run with"),
     ("show --model old --rollouts --samples 2", "omit --samples"),
-    ("data --model TINY --data tied.jsonl", "--data tied.jsonl: no row has both a better and a worse completion"),
+    ("data --model TINY --data tied.jsonl", "tied.jsonl: no row has both a better and a worse completion"),
     ("winrate --model TINY --data prompts.jsonl",
      "--against data: prompts.jsonl has rows without completions"),
     ("winrate --model TINY --data prompts.jsonl --against TINY --judge none.py:f",
