@@ -180,6 +180,7 @@ class Config:
     """Sampling temperature. Online, log-probs are computed at it, too; offline, at 1."""
     top_p: float = 1.0  # Nucleus sampling.
     max_new_tokens: int = 512  # Maximum length of a sampled completion.
+    mask_truncated: bool = False  # GRPO, KTO: completions cut off (`truncated` in the data) get no gradient.
     sample_tokens: int = 65536
     """Token budget for one call to `generate`: sequences x (prompt + new tokens). Lower it to save memory."""
     sampler: str = "generate"
@@ -398,6 +399,7 @@ class Group:
     rewards: list[float]
     labelled: bool = False  # rewards are labels (1 desirable, 0 undesirable), and are not compared
     logps: list[list[float]] = field(default_factory=list)  # log μ of each token, if known
+    truncated: list[bool] = field(default_factory=list)  # whether completions were cut off; empty: none was
 
 @dataclass
 class Sequence:
@@ -411,6 +413,7 @@ class Sequence:
     old_logps: Tensor | None = None  # (len(completion),) of the old policy
     sampler_logps: Tensor | None = None  # (len(completion),) of the sampler; None: unknown
     verdicts: Tensor | None = None  # (len(completion),) of --perception sample, see `humanline_verdicts`
+    truncated: bool = False  # it was cut off
 
 Packed = list[Sequence]  # sequences with the same prompt in one row of the forward pass; see `log_probs`
 
@@ -525,7 +528,7 @@ LOSSES = {
         compute=compute_grpo,
         make_units=lambda group, sequences: [sequences],
         unit="group",
-        settings="epsilon epsilon_high scale_rewards kl_beta average positive_only"),
+        settings="epsilon epsilon_high scale_rewards kl_beta average positive_only mask_truncated"),
     "dpo": Loss(
         compute=compute_dpo,
         make_units=best_against_worst,
@@ -535,7 +538,7 @@ LOSSES = {
         compute=compute_kto,
         make_units=above_and_below_mean,
         unit="example",
-        settings="beta desirable_weight undesirable_weight positive_only",
+        settings="beta desirable_weight undesirable_weight positive_only mask_truncated",
         batch_size=64,
         set_weights=set_kto_weights,
         needs_mismatched=True),
@@ -900,10 +903,11 @@ class Run:
         lines = []
         for number, group in enumerate(rollouts):
             texts = self.sampler.texts(group.completions)
-            for text, ids, reward, logps in zip(texts, group.completions, group.rewards, group.logps):
+            fields = group.completions, group.rewards, group.logps, group.truncated
+            for text, ids, reward, logps, truncated in zip(texts, *fields):
                 lines.append(dict(
                     step=step, row=group.row, prompt_id=f"{step}-{number}", prompt=rows[group.row].prompt,
-                    completion=text, reward=reward, truncated=ids[-1] not in self.sampler.stop_ids,
+                    completion=text, reward=reward, truncated=truncated,
                     tokens=ids, logps=logps, temperature=self.config.temperature, top_p=self.config.top_p))
         if RANK == 0:  # at once, so that a step that diverges can be read
             append_lines(self.out / file, lines)
@@ -1369,6 +1373,8 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     row.labelled = len(answers) == 1 and "label" in columns
     if "prompt" in columns:
         row.prompt = read_messages(columns["prompt"], "user", where)
+    is_cut = columns.get("truncated", columns.get("finish_reason") == "length")
+    row.truncated = [is_cut is True] * len(answers)
     ids = columns.get("tokens")
     if isinstance(ids, list) and answers:  # a line of rollouts.jsonl, or of another program
         logps = columns.get("logps", [0.0] * len(ids))
@@ -1378,7 +1384,6 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
                 f"{where}: 'tokens' and 'logps' must be token ids and as many log-probs, finite and in nats")
         row.completions = answers
         row.tokens = [ids]
-        row.truncated = [bool(columns.get("truncated")) or columns.get("finish_reason") == "length"]
         if "logps" in columns and columns.get("temperature", 1) == columns.get("top_p", 1) == 1:
             row.logps = [logps]  # offline, log π_θ is at T = 1
     elif answers:
@@ -1488,7 +1493,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
     for number, (row, (prompt, *wholes)) in enumerate(zip(rows, encoded)):
         require(online or row.completions, f"{row.where}: no completions with rewards or labels among its "
                 f"columns {', '.join(row.fields)}; rename them as in the README, or use --sample-every 1")
-        group = Group(number, prompt, row.tokens, row.rewards, row.labelled)
+        group = Group(number, prompt, row.tokens, row.rewards, row.labelled, truncated=row.truncated)
         if are_tokens_of(sampler, row):
             if len(row.logps) == len(row.tokens):
                 group.logps = row.logps
@@ -1719,8 +1724,9 @@ def prepare_groups(groups: list[Group], config: Config) -> list[list[list[Sequen
         advantages[advantages.abs() < 1e-9] = 0  # rounding errors
         if config.positive_only:
             advantages.clamp_(min=0)
-        sequences = [Sequence(group.prompt, ids, advantage)
-                     for ids, advantage in zip(group.completions, advantages.tolist())]
+        truncated = group.truncated or [False] * len(rewards)
+        sequences = [Sequence(group.prompt, ids, advantage, truncated=is_cut)
+                     for ids, advantage, is_cut in zip(group.completions, advantages.tolist(), truncated)]
         for sequence, logps in zip(sequences, group.logps):
             sequence.sampler_logps = torch.tensor(logps, dtype=torch.float32)
         prepared.append(loss.make_units(group, sequences))
@@ -1732,6 +1738,8 @@ def is_idle(sequence: Sequence, config: Config) -> bool:
     loss = LOSSES[config.loss]
     if loss.unit == "pair":
         return sequence.advantage == 0 and config.positive_only
+    if sequence.truncated and config.mask_truncated:
+        return True
     # M_P and M_R of --perception sample are maxima over all tokens, so it needs every token's d.
     needs_all = loss.needs_all or config.kl_beta > 0 or config.perception == "sample"
     return sequence.advantage == 0 and not needs_all and (config.positive_only or loss.unit == "group")
@@ -1792,7 +1800,8 @@ class Sampler:
         rollouts = []
         for number, group in enumerate(prompts):
             ids, logps = map(list, zip(*drawn[number * size : (number + 1) * size]))
-            rollouts.append(Group(group.row, group.prompt, ids, [0.0] * size, logps=logps))
+            cut = [completion[-1] not in self.stop_ids for completion in ids]
+            rollouts.append(Group(group.row, group.prompt, ids, [0.0] * size, False, logps, cut))
         if self.reward:
             self.reward_groups(rollouts, rows)
         return rollouts
@@ -2231,10 +2240,12 @@ class Reference:
             part.copy_(self.weights[i])
             self.weights[i].copy_(present)
 
-def attach_logps(name: Literal["ref_logps", "old_logps"], policy: Module, batches: Iterable[Batch],
+def attach_logps(name: Literal["ref_logps", "old_logps"], policy: Module, batches: list[Batch],
                  config: Config) -> None:
     """Attach the log-probs of the current policy to the sequences of these batches."""
-    for batch in tqdm(batches, "scoring", leave=False, delay=1, disable=RANK > 0 or None):
+    tokens = sum(len(one.prompt + one.completion) for batch in batches for one in batch.sequences)
+    for batch in tqdm(batches, f"scoring {tokens:,} tokens", leave=False, delay=1, disable=RANK > 0,
+                      mininterval=0.1 if sys.stderr.isatty() else 10):
         active = [sequence for sequence in batch.sequences if not is_idle(sequence, config)]
         for sequences in (active, batch.mismatched):
             for sequence, logps in zip(sequences, sequence_logps(policy, sequences, config)):
@@ -2948,6 +2959,8 @@ def check_config(config: Config) -> None:
             "--prompt-template must contain {prompt}")
     require(not config.sample_every or config.group_size > 1,
             "--group-size must be at least 2 to compare completions")
+    require(not config.mask_truncated or config.perception != "sample",
+            "--mask-truncated needs --perception clip or none: `sample` compares all tokens of a batch")
     require(re.fullmatch(r"generate|.+\.py:\w+", config.sampler),
             f"--sampler {config.sampler}: pass generate or FILE.py:function, like configs/external.py:vllm")
     require(config.resume != "latest" or config.out,

@@ -155,6 +155,8 @@ BAD_FLAGS = [
     ("--sync-k -1", r"--sync-k is -1; it must be from 0 to 1e\+12"),
     ("--sync-k 1.5", r"--sync-k.*1\.5"),
     ("--sinc-k 3", r": Unrecognized options: --sinc-k, 3; see --help$"),
+    ("--loss dpo --mask-truncated", r"--loss dpo does not use --mask-truncated; omit it"),
+    ("--mask-truncated --perception sample", r"--mask-truncated needs --perception clip or none"),
     ("--loss sft", r"--loss sft: choose one of dpo, .*grpo.*, kto"),
     ("--kl-beta 0.1 --loss dpo", r"--loss dpo does not use --kl-beta; omit it"),
     ("--lr", r"--lr"),

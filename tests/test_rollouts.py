@@ -1,6 +1,7 @@
 """Rollouts: they are written, can be read back and trained on, and a run reports what it learns from."""
 
 import collections
+import itertools
 import json
 import math
 import shutil
@@ -252,6 +253,46 @@ def test_a_resumed_run_does_not_repeat_its_warnings(run, tmp_path, capsys):
     run(f"{flags} --resume latest", out=cut_back(first, again, 2))
     assert same_weights(first, again)
     assert "same reward" not in capsys.readouterr().err
+
+
+# Completions that were cut off.
+
+@pytest.mark.parametrize("loss", ["grpo", "kto"])
+def test_masked_completions_keep_their_advantage_and_lose_their_gradient_online_and_offline(
+        run, tiny, monkeypatch, loss):
+    trained_on, original = [], humanline.forward_backward
+
+    def watched(policy, batch, config):
+        trained_on.append((batch.sequences, config))
+        return original(policy, batch, config)
+
+    monkeypatch.setattr(humanline, "forward_backward", watched)
+    stored = run(f"--loss {loss} --sample-every 1 --steps 12 --mask-truncated") / "rollouts.jsonl"
+    lines = [json.loads(line) for line in stored.read_text().splitlines()]
+    is_cut = {tuple(line["tokens"]): line["truncated"] for line in lines}
+    flags = f"--loss {loss} --model {tiny} --data {stored} --steps 12 --batch-size 4 --lr 1e-2 --mask-truncated"
+    run("", flags=flags.split())
+    for part in trained_on[:12], trained_on[12:]:
+        masked = trained = 0
+        for sequences, config in part:
+            for sequence in sequences:
+                cut = is_cut[tuple(sequence.completion)]
+                teaches_nothing = loss == "grpo" and sequence.advantage == 0
+                assert humanline.is_idle(sequence, config) == (cut or teaches_nothing)
+                masked += cut and sequence.advantage != 0
+                trained += not (cut or teaches_nothing)
+        assert masked and trained
+
+
+def test_scoring_that_takes_long_reports_its_tokens_to_a_file(tiny, monkeypatch, capsys):
+    policy, _, config = policy_of(tiny)
+    batches = [random_batch("grpo", seed=seed) for seed in range(3)]
+    tokens = sum(len(one.prompt + one.completion) for batch in batches for one in batch.sequences)
+    for seconds in 0.1, 30:
+        clock = itertools.count(step=seconds)
+        monkeypatch.setattr("tqdm.std.time", lambda clock=clock: next(clock))
+        humanline.attach_logps("ref_logps", policy, batches, config)
+        assert (f"scoring {tokens:,} tokens: " in capsys.readouterr().err) == (seconds == 30)
 
 
 # Groups without a difference.
