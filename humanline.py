@@ -4,7 +4,7 @@ An implementation of "Humanline: Online Alignment as Perceptual Loss" (arXiv 250
 
   python humanline.py                                  # train the tiny model in configs/demo: GRPO, humanline
   python humanline.py --loss dpo                       # or kto
-  python humanline.py --loss grpo --sync-k 24          # sync the reference every 24 steps
+  python humanline.py --loss grpo --sync-k 12          # sync the reference every 12 steps instead of 24
   python humanline.py --no-humanline                   # the baseline: plain GRPO
   python humanline.py --no-humanline --sample-every 1  # the same, online
 

@@ -2,7 +2,7 @@
 
   python tests/plain.py                                                     # GRPO, humanline, offline
   python tests/plain.py --loss dpo --lr 5e-5
-  python tests/plain.py --loss kto --lr 2.5e-5 --perception none            # the sync alone
+  python tests/plain.py --loss kto --lr 5e-5 --perception none              # the sync alone
   python tests/plain.py --no-humanline --lr 4e-4                            # plain GRPO
   python tests/plain.py --no-humanline --sample-every 1 --lr 8e-4           # the same, online
   python tests/plain.py --positive-only --lr 8e-4                           # on better completions alone
@@ -39,7 +39,7 @@ from humanline import seed_for  # so that both shuffle and reject alike
 class Settings:
     loss: Literal["dpo", "kto", "grpo"] = "grpo"
     humanline: bool = True  # both of its parts, or neither
-    sync_k: int = 12  # 0: never; online the log-ratio is then to the old policy
+    sync_k: int = 24  # 0: never; online the log-ratio is then to the old policy
     perception: Literal["clip", "sample", "none"] = "clip"
     log_eps_p: float = -1.5
     log_eps_r: float = 1.5

@@ -354,6 +354,23 @@ def test_a_run_that_was_not_evaluated_before_its_first_step_still_prints_its_las
     assert humanline.last_line(made).startswith("GRPO, humanline, 7 steps in")
 
 
+def test_held_out_prompts_are_shown_a_line_a_completion_one_that_changed_first(tmp_path):
+    def line(step: int, row: int) -> dict:
+        text = "a line\n" * 99 if row == 2 and step == 7 else "b\n"
+        prompt = [dict(role="user", content=f"row {row}")]
+        return dict(step=step, row=row, prompt=prompt, completion=text, reward=step / 3)
+
+    write_jsonl(tmp_path / "eval_rollouts.jsonl",
+                [line(step, row) for step in (0, 3, 7) for row in range(4) for _ in range(2)])
+    run = SimpleNamespace(config=SimpleNamespace(eval_samples=2), out=tmp_path, batches=SimpleNamespace(steps=7))
+    shown = list(humanline.changes(run))
+    long = repr("a line\n" * 99)[:85]
+    assert shown[:3] == ["prompt  'row 2'", "before  'b\\n'  reward 0", f"after   {long}  reward 2.33"]
+    assert shown[3::3] == ["prompt  'row 0'", "prompt  'row 1'"] and len(shown) == 9
+    run.batches.steps = 9  # it was stopped before its last step
+    assert list(humanline.changes(run)) == []
+
+
 # The file alone.
 
 @pytest.fixture(scope="module")

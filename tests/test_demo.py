@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import bases
+import demo
 import pytest
 from conftest import ROOT, finished, metrics
 
@@ -56,6 +57,20 @@ def test_plain_and_online_have_the_rates_that_tuning_chose(loss, form):
     assert humanline.in_words(config) == f"{loss.upper()}, plain" and config.sample_every == (form == "online")
     facts = json.loads((ROOT / "tests" / "claims" / "facts.json").read_text())
     assert config.lr == facts["tasks"]["five-sorted"][loss][form]["lr"]
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
+def test_each_loss_has_the_rate_that_ended_best_with_its_k_on_the_tuning_bases(loss):
+    config = humanline.parse_config(["--loss", loss])
+    assert humanline.in_words(config) == f"{loss.upper()}, humanline" and config.perception == "clip"
+    _, lr = demo.best(loss, config.sync_k)
+    assert config.lr == lr
+
+
+def test_k_is_12_unless_24_ended_better_for_all_three_losses():
+    ends = {k: [demo.best(loss, k)[0] for loss in demo.RATES] for k in demo.KS}
+    is_better = all(longer > shorter for shorter, longer in zip(ends[12], ends[24]))
+    assert {humanline.parse_config(["--loss", loss]).sync_k for loss in demo.RATES} == {24 if is_better else 12}
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo", "kto"])
