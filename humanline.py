@@ -1840,10 +1840,8 @@ class Sampler:
         it; calls that are made twice change nothing."""
         most = math.ceil(len(repeated) / WORLD_SIZE)
         widths = [len(group.prompt) + self.config.max_new_tokens for group in repeated]
-        calls = []
-        for packed in pack(widths, self.config.sample_tokens):
-            for start in range(0, len(packed), most):
-                calls.append(packed[start : start + most])
+        calls = [packed[start : start + most] for packed in pack(widths, self.config.sample_tokens)
+                 for start in range(0, len(packed), most)]
         turns = math.ceil(len(calls) / WORLD_SIZE)
         mine = [(turn * WORLD_SIZE + RANK) % len(calls) for turn in range(turns)]
         return {number: calls[number] for number in mine}
@@ -2185,16 +2183,17 @@ SERVER = f"{inspect.getsource(serve_function)}\nserve_function()"  # now, as the
 # ---------- The reference -----------------------------------------------------------------------------------
 
 class Reference:
-    """π_ref, an earlier policy, and its log-probs. There is no second model. It has two ways:
+    """π_ref, an earlier policy, and its log-probs. There is no second model. There are two cases:
 
     Lookahead: at a sync the reference *is* the policy, so one pass of the policy gives the log-probs of all
-    batches up to the next sync. Offline this is all that is ever needed.
+    batches up to the next sync. Offline nothing else is needed.
 
-    Put aside: for batches that are still to be sampled, the weights of the reference (with LoRA, its adapters)
-    are kept in host memory, and swapped into the policy for one pass over all batches of the same rollouts.
+    Weights put aside: if batches are still to be sampled, or the step of the next sync is not known, the
+    weights of the reference (with LoRA, its adapters) are kept in host memory, and swapped into the policy for
+    one pass over the batches that are known to need them.
 
-    A reference that follows the policy by a rule of its own, such as an average, overrides `sync` and puts its
-    weights aside. They have the policy's dtype; in bf16 an average would lose its small steps."""
+    For a reference that is not a copy of the policy, such as an average, override `sync` and set `weights`;
+    they have the policy's dtype, and in bf16 an average would lose its small steps."""
 
     def __init__(self, policy: Module, batches: Batches, config: Config):
         self.policy, self.batches, self.config = policy, batches, config

@@ -524,8 +524,6 @@ def test_a_change_of_research_is_what_the_same_change_of_the_plain_method_is(nam
     ours = weights_of_humanline(changed, case, tiny, data, tmp_path / "run")
     plains, _ = weights_of_plain(module_of(tmp_path / "plain.py"), case, tiny, data, tmp_path / "run")
     assert largest_difference(ours, plains) <= SAME
-    unchanged = weights_of_humanline(humanline, case, tiny, data, tmp_path / "unchanged")
-    assert largest_difference(ours, unchanged) > 10 * SAME
     if "redraws" in name:
         assert {line["no_difference"] for line in metrics(tmp_path / "run")} == {0.0}
 
