@@ -540,7 +540,7 @@ def test_inner_epochs_do_not_widen_the_gap_of_a_sampler(tiny, data_files, varied
     changed, path = patched(tmp_path, epochs), tmp_path / "best.py"
     path.write_text(BEST_OF_TWO)
     changed.train(changed.parse_config(
-        f"--model {tiny} --data {data_files['groups']} --steps 3 --batch-size 4 --lr 1e-1 --max-new-tokens 4 "
+        f"--model {tiny} --data {data_files['groups']} --steps 3 --batch-size 4 --lr 1e-2 --max-new-tokens 4 "
         f"--group-size 4 --reward {varied} --sample-every 2 --sampler {path}:best_of_two --out {tmp_path}/out"
         .split()))
     gaps = [line.get("sampler_gap") for line in metrics(tmp_path / "out")]
