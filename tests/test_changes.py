@@ -51,7 +51,7 @@ def best_of_two(run):
 
     def draw(prompts, count, step, greedy):
         twice = [group for group in prompts for _ in range(2 * count)]
-        drawn = run.sampler.draw(twice, run.sampler.plan_calls(twice), step, greedy)
+        drawn = run.sampler.draw(twice, step, greedy)
         return [max(drawn[i], drawn[i + 1], key=mean) for i in range(0, len(twice), 2)]
 
     return draw
