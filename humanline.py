@@ -33,12 +33,12 @@ Left out on purpose: a value model, a second model on the GPU, tensor and pipeli
 weights, images, tools, and several turns within one rollout.
 """
 
-# For `uv run humanline.py`; what this file needs of requirements.txt:
+# For `uv run humanline.py`; what this file needs of requirements.txt, which pins torch:
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch==2.13.0",
-#     "transformers>=5.17,<5.24",
+#     "torch>=2.13,<2.15",
+#     "transformers>=5.17,<5.25",
 #     "datasets>=4.0,<6",
 #     "tqdm>=4.66",
 #     "tyro>=1.0,<2",
