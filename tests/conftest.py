@@ -33,8 +33,12 @@ for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP
         signal.signal(number, handler)
 
 
+SLOW = ("compiled runs, 50 kills, ranks that are killed or stopped under torchrun, all hostile answers, dry runs "
+        "of the configs, the experiments in small, and making the demo again")
+
+
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the slow tests too")
+    parser.addoption("--slow", action="store_true", help=f"run what takes minutes, too: {SLOW}")
 
 
 def pytest_configure(config):
@@ -42,12 +46,20 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "needs(package): skipped if this optional package is not installed")
 
 
+def runs_slow(config) -> bool:
+    return config.getoption("--slow") or "slow" in config.getoption("-m")
+
+
+def pytest_report_header(config):
+    return None if runs_slow(config) else f"without --slow, which adds {SLOW}"
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
         for mark in item.iter_markers("needs"):
             if importlib.util.find_spec(mark.args[0]) is None:
                 item.add_marker(pytest.mark.skip(reason=f"pip install {mark.args[0]}"))
-    if not (config.getoption("--slow") or "slow" in config.getoption("-m")):
+    if not runs_slow(config):
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))

@@ -60,32 +60,34 @@ def hangs(*request):
     subprocess.run(["sleep", "98765"])
     return answer
 """
-# What an engine does: the model of the folder draws, and says how likely its draws were.
-ENGINE = """
+# In the trainer's process: the policy draws by other code, and says of each token that it was less likely.
+UNSURE = """
 import torch
 
-def engine(prompts, settings, count, seed, weights):
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(weights, dtype=settings["dtype"]).eval()
-    torch.manual_seed(seed)
+def unsure(run):
+    policy, longest, stops = run.policy, run.config.max_new_tokens, run.sampler.stop_ids
 
     def log_probs(ids):
-        return (model(ids).logits / settings["temperature"]).log_softmax(-1)
+        return (policy(ids).logits.float() / run.config.temperature).log_softmax(-1)
 
     @torch.no_grad()
-    def complete(prompt):
-        ids = torch.tensor([prompt])
-        longest = len(prompt) + settings["max_new_tokens"]
-        while ids[0, -1] not in settings["stop_ids"] and ids.shape[1] < longest:
-            ids = torch.cat([ids, torch.multinomial(log_probs(ids)[:, -1].exp(), 1)], 1)
-        completion, rows = ids[0, len(prompt) :], log_probs(ids)[0, len(prompt) - 1 : -1]
-        return completion.tolist(), rows.gather(1, completion[:, None])[:, 0].tolist()
+    def draw(prompts, count, step, greedy):
+        generator, completions = torch.Generator().manual_seed(step), []
+        for prompt in [group.prompt for group in prompts for _ in range(count)]:
+            ids = torch.tensor([prompt])
+            for _ in range(longest):
+                token = torch.multinomial(log_probs(ids)[:, -1].exp(), 1, generator=generator)
+                ids = torch.cat([ids, token], 1)
+                if token in stops:
+                    break
+            completion, rows = ids[0, len(prompt) :], log_probs(ids)[0, len(prompt) - 1 : -1]
+            logps = rows.gather(1, completion[:, None])[:, 0] - 0.3
+            completions.append((completion.tolist(), logps.tolist()))
+        return completions
 
-    return [[complete(prompt) for _ in range(count)] for prompt in prompts]
-
-def unsure(*request):
-    return [[(ids, [value - 0.3 for value in logps]) for ids, logps in group] for group in engine(*request)]
+    return draw
 """
+
 
 def start(folder: Path, function: str) -> str:
     """A --sampler that starts a function from a file in the same way as configs/external.py."""
@@ -107,11 +109,10 @@ def notes(tmp_path):
 def sampler(tmp_path, monkeypatch):
     """sampler("draw") is a --sampler from FAKE, whose log-probs are not the policy's. `more` is code to
     append."""
-    def write(function: str = "draw", more: str = "", code: str = FAKE) -> str:
-        if code == FAKE:
-            monkeypatch.setattr(humanline, "SAMPLER_GAP", 99.0)
+    def write(function: str = "draw", more: str = "") -> str:
+        monkeypatch.setattr(humanline, "SAMPLER_GAP", 99.0)
         path = tmp_path / f"{function}.py"
-        path.write_text(code.replace("NOTES", repr(str(tmp_path / "notes.jsonl"))) + more)
+        path.write_text(FAKE.replace("NOTES", repr(str(tmp_path / "notes.jsonl"))) + more)
         return start(tmp_path, f"{path}:{function}")
 
     return write
@@ -146,10 +147,10 @@ def test_a_sampler_gets_the_current_weights_for_each_drawing(run, sampler, notes
     assert not any(os.path.exists(f"/proc/{note['pid']}") for note in calls)
 
 
-def test_an_engine_is_compared_with_the_trainer_and_ends_the_run_if_its_log_probs_differ(
-        run, sampler, tmp_path):
+def test_a_sampler_is_compared_with_the_trainer_and_ends_the_run_if_its_log_probs_differ(run, tmp_path):
     """The first run is like a server that kept some of its old weights."""
-    flags = f"--sample-every 2 --steps 4 --temperature 0.8 --sampler {sampler('unsure', code=ENGINE)}"
+    (tmp_path / "unsure.py").write_text(UNSURE)
+    flags = f"--sample-every 2 --steps 4 --temperature 0.8 --sampler {tmp_path}/unsure.py:unsure"
     says = ("^step 1: --sampler .*unsure differs from the policy by 0.300 nats a token .*limit 0.1.;"
             ".*--resume latest$")
     with pytest.raises(UserError, match=says):
@@ -218,22 +219,37 @@ def breaking(*request):
 """
 
 
+@pytest.fixture(scope="module")
+def kept():
+    return {}
+
+
+@pytest.fixture
+def good(run, sampler, kept, tmp_path_factory):
+    """good(FLAGS) is a run whose sampler never failed."""
+    def train(flags: str) -> Path:
+        if flags not in kept:
+            kept[flags] = run(f"{flags} {sampler()}", out=str(tmp_path_factory.mktemp("good") / "run"))
+        return kept[flags]
+
+    return train
+
+
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_sampler_that_fails_once_is_restarted_and_changes_no_result(
-        run, sampler, notes, tmp_path, capsys, monkeypatch, what):
+        run, sampler, good, notes, tmp_path, capsys, monkeypatch, what):
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2 if "sleep" in what else 60)
     flags = "--sample-every 2 --steps 4 --sampler"
     broken = run(f"{flags} {sampler('breaking', breaking(tmp_path, what, 1))}")
     [line] = [line for line in capsys.readouterr().err.splitlines() if "--sampler" in line]
     assert BREAKS[what] in line and line.endswith("restarting it")
     assert len({note["pid"] for note in notes()}) == 2
-    good = run(f"{flags} {sampler()}")
-    assert timeless(broken) == timeless(good) and same_weights(broken, good)
+    assert timeless(broken) == timeless(good(flags)) and same_weights(broken, good(flags))
 
 
 @pytest.mark.parametrize("what", list(BREAKS)[:4])
 def test_a_sampler_that_fails_again_ends_the_run_with_a_one_line_error_and_the_run_can_be_resumed(
-        run, sampler, tmp_path, monkeypatch, what):
+        run, sampler, good, tmp_path, monkeypatch, what):
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2 if "sleep" in what else 60)
     flags = "--sample-every 2 --steps 6 --save-every 2 --sampler"
     out, spec = str(tmp_path / "broken-run"), sampler("breaking", breaking(tmp_path, what, 2))
@@ -245,8 +261,7 @@ def test_a_sampler_that_fails_again_ends_the_run_with_a_one_line_error_and_the_r
     assert "these are my last words" in Path(out, "sampler.log").read_text()
     assert not list(Path(out).glob("weights*"))
     resumed = run(f"{flags} {spec} --resume latest", out=out)  # by now it has failed twice, and works
-    good = run(f"{flags} {spec}")
-    assert timeless(resumed) == timeless(good) and same_weights(resumed, good)
+    assert timeless(resumed) == timeless(good(flags)) and same_weights(resumed, good(flags))
 
 
 def test_a_killed_trainer_leaves_no_sampler_process_and_a_resumed_run_no_weights(
