@@ -981,8 +981,8 @@ class Watch:
                 wanted < min(2 * self.best, self.best - 0.3),
             "more than half of the completions were cut off at --max-new-tokens; raise it":
                 line.get("truncated", 0) > 0.5,
-            "all sampled completions have the same reward; use harder prompts if these are solved, or else look "
-            "at rollouts.jsonl and check --reward":
+            "all sampled completions have the same reward; use harder prompts if these are solved, or else "
+            "look at rollouts.jsonl and check --reward":
                 line.get("reward_std", 1) < 1e-9,
         }
         new = [text for text, is_so in reasons.items() if is_so and text not in self.warned]
@@ -1038,8 +1038,8 @@ def lock(out: Path, config: Config, stack: contextlib.ExitStack) -> None:
     check_folder(out, config)  # again: another run may have finished in the meantime
 
 def note_signals(stack: contextlib.ExitStack) -> list[int]:
-    """From now on finish the step on SIGTERM, SIGHUP and Ctrl-C, unless they are ignored, as by nohup. Returns the
-    list to which they are added until `stack` closes."""
+    """From now on finish the step on SIGTERM, SIGHUP and Ctrl-C, unless they are ignored, as by nohup. Returns
+    the list to which they are added until `stack` closes."""
     received = []
 
     def note(number, _):
@@ -1807,8 +1807,8 @@ class Sampler:
         return rollouts
 
     def reward_groups(self, groups: list[Group], rows: list[Row]) -> None:
-        """Set the rewards of groups of the same size; each rank computes a part. A call of the reward gets whole
-        groups, one after another, of at most 64 completions or one group."""
+        """Set the rewards of groups of the same size; each rank computes a part. A call of the reward gets
+        whole groups, one after another, of at most 64 completions or one group."""
         count = max(1, 64 // len(groups[0].rewards))
         attempted = {}
         for start in range(RANK * count, len(groups), WORLD_SIZE * count):
@@ -3001,8 +3001,8 @@ def describe(run: Run, first: int) -> None:
              "lost; use --dtype mixed or --lora")
 
 def changes(run: Run) -> Iterator[str]:
-    """Three held-out prompts, each with a sample and its reward before and after training, as lines of text. The
-    first prompt is one whose completion changed."""
+    """Three held-out prompts, each with a sample and its reward before and after training, as lines of text.
+    The first prompt is one whose completion changed."""
     samples = {0: [], run.batches.steps: []}
     for line in read_lines(run.out / "eval_rollouts.jsonl"):
         if line["step"] in samples:

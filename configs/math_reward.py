@@ -128,7 +128,8 @@ NOTATION = {
 }
 SYMBOLS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∞": r"\infty ",
-    "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ", "°": r"^\circ ",
+    "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ",
+    "°": r"^\circ ",
     "∅": r"\emptyset ", "±": r"\pm ", "π": r"\pi ", "θ": r"\theta "}
 
 

@@ -33,8 +33,8 @@ for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP
         signal.signal(number, handler)
 
 
-SLOW = ("compiled runs, 50 kills, ranks that are killed or stopped under torchrun, all hostile answers, dry runs "
-        "of the configs, the experiments in small, and making the demo again")
+SLOW = ("compiled runs, 50 kills, ranks that are killed or stopped under torchrun, all hostile answers, dry "
+        "runs of the configs, the experiments in small, and making the demo again")
 
 
 def pytest_addoption(parser):

@@ -363,7 +363,8 @@ def test_held_out_prompts_are_shown_a_line_a_completion_one_that_changed_first(t
 
     write_jsonl(tmp_path / "eval_rollouts.jsonl",
                 [line(step, row) for step in (0, 3, 7) for row in range(4) for _ in range(2)])
-    run = SimpleNamespace(config=SimpleNamespace(eval_samples=2), out=tmp_path, batches=SimpleNamespace(steps=7))
+    run = SimpleNamespace(config=SimpleNamespace(eval_samples=2), out=tmp_path,
+                          batches=SimpleNamespace(steps=7))
     shown = list(humanline.changes(run))
     long = repr("a line\n" * 99)[:85]
     assert shown[:3] == ["prompt  'row 2'", "before  'b\\n'  reward 0", f"after   {long}  reward 2.33"]

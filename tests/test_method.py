@@ -33,7 +33,8 @@ def planned_tests(name: str, reward) -> list[method.Run]:
 
 
 def test_tuning_comes_first_on_its_two_seeds():
-    assert {name: len(part.plan({})) for name, part in method.PARTS.items()} == dict(A=22, B=12, C=12, D=4, E=22)
+    counts = {name: len(part.plan({})) for name, part in method.PARTS.items()}
+    assert counts == dict(A=22, B=12, C=12, D=4, E=22)
     assert {run.seed for run in method.PARTS["A"].plan({})} == {101, 102}
 
 
@@ -46,7 +47,8 @@ def test_the_best_setting_of_each_form_is_tested_and_ties_go_to_the_lower_rate_t
 
 def test_the_edge_is_tested_only_above_half_of_the_gap():
     assert planned_tests("B", lambda form, lr, k: 0.85) == []
-    assert {(run.form, run.k) for run in planned_tests("B", lambda form, lr, k: 0.86 if k == 32 else 0.8)} == {("humanline", 32)}
+    planned = planned_tests("B", lambda form, lr, k: 0.86 if k == 32 else 0.8)
+    assert {(run.form, run.k) for run in planned} == {("humanline", 32)}
 
 
 def test_beta_1_is_tested_only_if_the_prediction_holds_in_tuning():

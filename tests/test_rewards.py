@@ -165,7 +165,8 @@ UNEQUAL = [
     (r"1-\frac{1}{\mathrm{e}}", r"\boxed{1}"), ("6.63e-34", r"\boxed{1.05e-34}"), ("4", r"\boxed{4\sqrt(2)}"),
     (r"\frac{1}{2^{99}}", r"\boxed{\frac{1}{2^{98}}}"),
     (r"\frac{2^{300}+1}{2^{301}}", r"\boxed{\frac{1}{2^{301}}}"),
-    (r"\frac{1}{10^6}", r"\boxed{0.0000011}"), ("0", r"\boxed{10^{-9}}"), (r"5 \text{ cm}", r"\boxed{5 \text{ m}}"),
+    (r"\frac{1}{10^6}", r"\boxed{0.0000011}"), ("0", r"\boxed{10^{-9}}"),
+    (r"5 \text{ cm}", r"\boxed{5 \text{ m}}"),
     ("25 m/s", "The answer is 25 km/h"), (r"1, 2, \ldots, n", r"\boxed{1, 3, \ldots, 2n-1}"),
     (r"[2,\infty)", r"\boxed{x > 2}"), ("(0,1]", r"\boxed{]0,1[}"), ("B", r"\boxed{\textbf{(C) }12}"),
     ("4", "<think>\nMaybe it is \\boxed{4}. Let me check: 2+2"),
@@ -180,11 +181,11 @@ def test_the_math_library_decides_what_strings_cannot(capsys):
     assert not warnings(capsys)
 
 
-HOSTILE = [
-    "CODE", r"\boxed{CODE}", "The answer is CODE", "#### 3+CODE", r"\boxed{\text{CODE}}", "$CODE$",
-    "9**9**9**9", r"\boxed{9^{9^{9^9}}}", r"\boxed{(10^{10})!}", r"\boxed{" + "{" * 400 + "}" * 400 + "}"]
+HOSTILE = ["CODE", r"\boxed{CODE}", "The answer is CODE", "#### 3+CODE", r"\boxed{\text{CODE}}", "$CODE$",
+           r"\boxed{9^{9^{9^9}}}"]
 MORE_HOSTILE = [
-    "9^9^9^9 apples", "(" * 400 + "3" + ")" * 400, r"\frac" * 150, "x" * 100_000, r"\boxed{" * 10_000,
+    "9**9**9**9", "9^9^9^9 apples", r"\boxed{(10^{10})!}", r"\boxed{" + "{" * 400 + "}" * 400 + "}",
+    "(" * 400 + "3" + ")" * 400, r"\frac" * 150, "x" * 100_000, r"\boxed{" * 10_000,
     r"\boxed{" + "1+" * 50_000 + "1}", "answer is " * 10_000, "#### " + "9" * 5000, "\ud800", "\x00",
     r"\boxed{\sum_{n=1}^{10^{12}} n^{-3}}"]
 

@@ -183,7 +183,8 @@ def test_a_second_drawing_at_the_same_step_differs_and_both_repeat_in_another_pr
     def draw_twice(step: int) -> list:
         sampler = humanline.Sampler(policy, tokenizer, config)
         prompts = humanline.encode_rows(rows, sampler, online=True)
-        return [[group.completions for group in sampler.draw_rollouts(prompts, rows, 2, step)] for _ in range(2)]
+        return [[group.completions for group in sampler.draw_rollouts(prompts, rows, 2, step)]
+                for _ in range(2)]
 
     first, second = draw_twice(1)
     assert first != second

@@ -231,7 +231,8 @@ def test_any_answer_of_a_list_is_accepted():
 @pytest.mark.parametrize("answer", [5.0, b"5", {"value": 5}, [5, 5.5], None])
 def test_an_answer_that_is_neither_text_nor_integer_is_never_compared(answer):
     reward = humanline.Reward(humanline.Config())
-    with pytest.raises(humanline.UserError, match="exact failed on every sample: .*neither a text nor an integer"):
+    says = "exact failed on every sample: .*neither a text nor an integer"
+    with pytest.raises(humanline.UserError, match=says):
         reward([[]], ["5"], [dict(answer=answer)])
 
 
