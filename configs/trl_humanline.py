@@ -1,7 +1,8 @@
-"""Humanline DPO, KTO and GRPO in TRL (tested with TRL 1.16). Copy this file next to your script: it needs
-nothing else of this repository.
+"""Humanline DPO, KTO and GRPO for TRL (tested with TRL 1.16). Copy this file next to your script; it needs
+nothing else from this repository.
 
-Each trainer takes the arguments of TRL's own, and three more: `sync_k`, `log_eps_p` and `log_eps_r`.
+Each trainer takes the arguments of the TRL trainer that it extends, plus `sync_k`, `log_eps_p` and
+`log_eps_r`.
 
     from datasets import load_dataset
     from trl import DPOConfig
@@ -41,16 +42,24 @@ Each trainer takes the arguments of TRL's own, and three more: `sync_k`, `log_ep
     )
     trainer.train()
 
-Two things change, in the order of one optimizer step: backward, clip the gradients, every `sync_k` steps set
-the reference to the policy, step. The reference thus lags by one step (TRL's `sync_ref_model` syncs after the
-step: with k = 1, every log-ratio would be 0). And each token's log-ratio to the reference is clipped before
-the loss sees it, in KTO's z₀ as well; only GRPO's KL is of the raw log-ratios. In GRPO, ratio and KL are both
-to this reference. All else is TRL's, its metrics, too; `unclamped` is the fraction of completion tokens
-whose log-ratio is within the clip.
+Two things change:
 
-It works with LoRA and other PEFT methods (only the trained weights are kept twice), gradient accumulation,
-DDP and resuming. As in TRL, z₀ is a mean over one microbatch of all processes. TRL multiplies GRPO's KL by
-the ratio; the paper's form is `use_bias_correction_kl=False`.
+- Every `sync_k` optimizer steps, the reference is set to the policy, after the gradients are clipped and
+  before the optimizer's step, so it lags the policy by one step. (TRL's `sync_ref_model` syncs after the
+  step; with k = 1, every log-ratio would be zero.) Tune `sync_k` together with the learning rate.
+- Each token's log-ratio to the reference is clipped to [log_eps_p, log_eps_r] before the loss sees it, also
+  in KTO's z₀. In GRPO, both the ratio and the KL are measured against the synced reference, and only the KL
+  uses the raw log-ratios.
+
+Everything else is TRL's. A new metric, `unclamped`, is the fraction of completion tokens whose log-ratio lies
+within the clip.
+
+The trainers work with LoRA and other PEFT methods (only the trained weights are stored twice), gradient
+accumulation, DDP, and resuming from checkpoints. What cannot work is an error: sharded weights (FSDP,
+DeepSpeed), precomputed reference log-probs, a `ref_model` of your own, and a few of TRL's losses.
+
+To train as humanline.py does, set `use_bias_correction_kl=False` if you use GRPO's KL, which TRL multiplies by
+the ratio. KTO's z₀ stays a mean over one microbatch (of all processes), as in TRL.
 """
 
 import inspect
@@ -74,16 +83,19 @@ def humanline_clip(log_ratio: Tensor, log_eps_p: float = -1.5, log_eps_r: float 
 
 
 class Reference:
-    """π_ref, called like the policy: the policy as of the last sync.
+    """The policy as of the last sync, π_ref. It is called like the policy.
 
-    For its weights, TRL's second model is used where there is one. There is none with PEFT, and for GRPO
-    without a KL: then the policy's trained weights are put aside, and replace its own during a call.
+    TRL's second model holds its weights, if there is one. With PEFT, and for GRPO without a KL, there is none:
+    then a copy of the policy's trained weights is kept, and replaces them during a call.
     """
 
     def __init__(self, policy: torch.nn.Module, model: torch.nn.Module | None):
         self.policy, self.model, self.syncs = policy, model, 0
-        trained = {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
-        self.weights = dict(model.named_parameters()) if model is not None else trained
+        if model is not None:
+            self.weights = {name: p.detach() for name, p in model.named_parameters()}
+        else:
+            trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+            self.weights = {name: p.detach().clone() for name, p in trained}
         self.sync()
 
     @torch.no_grad()
@@ -105,7 +117,7 @@ class Reference:
 
 
 class SyncBeforeStep(TrainerCallback):
-    """Syncs after the gradients are clipped and before the optimizer's step, of steps counted from 1."""
+    """Sync after the gradients are clipped and before the optimizer's step. Steps count from 1."""
 
     def __init__(self, reference: Reference, sync_k: int):
         self.reference, self.sync_k = reference, sync_k
@@ -124,11 +136,11 @@ RAW_LOSSES = {"aot", "cispo", "vespo"}
 
 
 class Humanline:
-    """What the three trainers share. TRL computes log-ratios as logps - ref_logps. It is given
+    """What the three trainers share. TRL computes log-ratios as logps - ref_logps, so we pass it
 
         ref_logps = logps - clip(logps - log π_ref)
 
-    with its gradient, so that its log-ratios are the clipped ones, whatever it makes of them.
+    together with its gradient: the log-ratios of every loss are then the clipped ones.
 
     Args:
         sync_k: set the reference to the policy every k optimizer steps; 0: never.
@@ -146,7 +158,7 @@ class Humanline:
             raise ValueError(f"{type(self).__name__} cannot sync sharded weights. Launch with DDP, not with "
                              "FSDP, DeepSpeed or a parallelism_config.")
         if "ref" in getattr(self.model, "peft_config", {}):
-            self.model.delete_adapter("ref")  # TRL's, of an adapter that was there before
+            self.model.delete_adapter("ref")  # TRL's frozen copy of the adapter that the model came with
         self.ref_model = Reference(self.model, self.ref_model)
         self.bounds = log_eps_p, log_eps_r
         self.add_callback(SyncBeforeStep(self.ref_model, sync_k))
@@ -164,8 +176,8 @@ class Humanline:
             raise ValueError(f"{type(self).__name__} does not work with {name}: {reason}. Leave it out.")
 
     def perceive(self, outputs, reference: Tensor) -> Tensor:
-        """The (N, T) log-probs that TRL is given as the reference's, see above."""
-        with torch.enable_grad():  # TRL asks for them in no_grad
+        """Returns what we pass to TRL as the reference's log-probs, (N, T); see above."""
+        with torch.enable_grad():  # TRL runs the reference under no_grad
             d = outputs.log_probs - reference
             perceived = outputs.log_probs - humanline_clip(d, *self.bounds)
         if perceived.requires_grad:  # not KTO's mismatched pairs
@@ -191,7 +203,7 @@ class Humanline:
 
 class HumanlinePreference(Humanline):
     def _compute_loss(self, model, inputs, return_outputs):
-        passes = {}  # of the policy, by their token ids; TRL asks for the reference's afterwards
+        passes = {}  # the policy's outputs by the id of their tokens; TRL runs the reference after the policy
 
         def policy(**batch):
             outputs = passes[id(batch["input_ids"])] = model(**batch)
@@ -210,24 +222,24 @@ class HumanlinePreference(Humanline):
 
 
 class HumanlineDPOTrainer(HumanlinePreference, DPOTrainer):
-    """DPO of humanline, on TRL's `DPOTrainer`; see `Humanline` for the arguments that are added."""
+    """TRL's `DPOTrainer` with humanline. See `Humanline` for the additional arguments."""
 
 
 class HumanlineKTOTrainer(HumanlinePreference, KTOTrainer):
-    """KTO of humanline, on TRL's `KTOTrainer`; see `Humanline` for the arguments that are added."""
+    """TRL's `KTOTrainer` with humanline. See `Humanline` for the additional arguments."""
 
 
 class HumanlineGRPOTrainer(Humanline, GRPOTrainer):
-    """GRPO of humanline, on TRL's `GRPOTrainer`; see `Humanline` for the arguments that are added.
+    """TRL's `GRPOTrainer` with humanline. See `Humanline` for the additional arguments.
 
-    The log-probs of the synced reference are computed with each loss, because a sync may come between a
-    drawing and its last step. Those of the policy that drew are needed for vLLM's correction alone.
+    The reference's log-probs are computed with each loss instead of after sampling, because a sync may fall
+    in between. Those of the policy that sampled are only needed for TRL's vLLM correction.
     """
 
     def _get_per_token_logps_and_entropies(
             self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         is_for_vllm = model is self.model and self.use_vllm and self.vllm_importance_sampling_correction
-        if model in (self.model, self.ref_model) and not is_for_vllm:  # at a drawing
+        if model in (self.model, self.ref_model) and not is_for_vllm:  # after sampling
             return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None
         return super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
@@ -238,7 +250,7 @@ class HumanlineGRPOTrainer(Humanline, GRPOTrainer):
         def policy(**batch):
             outputs = model(**batch)
             width = inputs["completion_ids"].size(1)
-            if inputs.get("syncs") != self.ref_model.syncs:  # with num_iterations > 1, it may be known
+            if inputs.get("syncs") != self.ref_model.syncs:  # else known, from the iteration before
                 inputs["reference"] = self.ref_model(**batch).log_probs
                 inputs["syncs"] = self.ref_model.syncs
             given["ref_per_token_logps"] = inputs["reference"][:, -width:]
