@@ -61,6 +61,7 @@ import io
 import itertools
 import json
 import math
+import modulefinder
 import multiprocessing.connection
 import os
 import pickle
@@ -71,6 +72,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 import weakref
@@ -824,13 +826,16 @@ class Run:
         for row in rows:
             text = json.dumps(vars(row), default=str)  # of images in unread columns, too
             content.update(re.sub(" at 0x[0-9A-Fa-f]+", "", text).encode())
-        self.fingerprint = content.hexdigest()
-        files = [*Path(config.model).glob("*.safetensors")]
+        self.fingerprint = {"--data": content.hexdigest()}
+        files = {"--model": [*Path(config.model).glob("[!.]*")]}
         for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
-            file = Path(spec.rpartition(":")[0])  # for "exact" the working folder, which is not hashed
-            require(file.exists(), f"{flag} {spec}: No such file: {file}; write FILE.py:function")
-            files.append(file)
-        self.fingerprint += from_first_rank(lambda: str(hashes(files)))
+            path = MATH if spec == "math" else spec.rpartition(":")[0]
+            require(Path(path).is_file() or ":" not in spec,
+                    f"{flag} {spec}: No such file: {path}; write FILE.py:function")
+            files[flag] = with_imports(path) if os.path.isfile(path) else []
+        for flag in files:
+            for name, digest in from_first_rank(lambda: hashes(files[flag])).items():
+                self.fingerprint[f"{flag} {name}"] = digest
         settings = set(gather_from_ranks(f"{config} {self.fingerprint}"))
         require(len(settings) == 1, "the ranks have different flags or rows")
 
@@ -841,13 +846,13 @@ class Run:
         config = self.config
         self.sampler, self.policy = sampler, sampler.policy
         self.batches, self.optimizer = batches, optimizer
-        batches.fingerprint = self.fingerprint + str(sampler.tokenizer.chat_template)
+        batches.fingerprint = self.fingerprint | {"the chat template": str(sampler.tokenizer.chat_template)}
         self.eval_groups = []
         if self.eval_rows:
             self.eval_groups = encode_rows(self.eval_rows, sampler, True, "--eval-data")
         from_first_rank(lambda: lock(self.out, config, self.stack))
         # A process that is stopped writes its last checkpoint, perhaps while this one was loading the model.
-        newest = max((self.out / "checkpoint").glob("step-*"), default=self.checkpoint)
+        newest = max(checkpoints(self.out), default=self.checkpoint)
         self.checkpoint = from_first_rank(
             lambda: self.checkpoint if newest == self.checkpoint else find_checkpoint(config, self.out))
         if config.sampler != "generate":
@@ -863,16 +868,15 @@ class Run:
         if config.track:  # a logger cannot be sent to other ranks; an error can
             from_first_rank(lambda: setattr(self, "track", start_tracker(config, self.out)))
         if RANK == 0:
-            for path in (self.out / "checkpoint").glob("step-*"):  # damaged or outdated
-                if path.name >= f"step-{first:08d}":
-                    shutil.rmtree(path)
-            (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
-            for file in map(self.out.joinpath, LOG_FILES):
-                if file.exists() and not self.checkpoint:
-                    kept = file.rename(file.with_stem(f"{file.stem}-{time.time_ns()}"))
-                    warn(f"no undamaged checkpoint, so the run starts afresh; its old log is now {kept}")
-                elif file.exists():
+            for path in checkpoints(self.out):
+                if path.name >= f"step-{first:08d}":  # damaged, or later than the one that the run resumes from
+                    set_aside(path)
+            (self.out / "config.toml").write_bytes(to_toml(config).encode())
+            for file in filter(Path.exists, map(self.out.joinpath, LOG_FILES)):
+                if self.checkpoint:
                     cut_lines(file, first)  # later steps are repeated
+                else:
+                    set_aside(file)
             describe(self, first)
         for line in from_first_rank(lambda: list(read_lines(self.out / "metrics.jsonl"))):
             self.watch(line)
@@ -937,7 +941,11 @@ class Run:
         if RANK == 0:
             append_lines(self.out / "metrics.jsonl", [line])
             if self.track:
-                self.track(line, step=line["step"])
+                try:
+                    self.track(line, step=line["step"])
+                except Exception as error:
+                    warn(f"--track {self.config.track} failed, and is not called again: {error!r:.200}")
+                    self.track = None
         # Offline, the reward is that of the data.
         shown = "loss", "reward" if self.config.sample_every else "logp_wanted", "ordered", "margin"
         self.bar.set_postfix({name: line[name] for name in shown if name in line}, refresh=False)
@@ -1006,6 +1014,11 @@ def cut_lines(path: Path, end: int) -> None:
     append_lines(kept, (line for line in read_lines(path) if line["step"] < end))
     kept.replace(path)
 
+def set_aside(path: Path) -> None:
+    """Rename what the run does not go on from, so that nothing is lost."""
+    kept = path.rename(path.with_stem(f"{path.stem}-{time.time_ns()}"))
+    warn(f"the run does not continue from {path}, which is now {kept}")
+
 def start_tracker(config: Config, out: Path) -> Callable:
     """Start a run in the module that --track names, and return its function `log`."""
     with explained(f"--track {config.track}", "install wandb, or another module with the functions init and "
@@ -1018,7 +1031,10 @@ def check_folder(out: Path, config: Config) -> None:
     """Raises UserError if the folder holds another run, or files with the same names from elsewhere."""
     settings = out / "config.toml"
     is_run = settings.is_file() and settings.read_bytes().startswith(TOML_HEAD.encode())
-    require(not (out / "final").exists(), f"--out {out} holds a finished run; choose another folder")
+    require(not any((out / "final").glob("*")), f"--out {out} holds a finished run; choose another folder")
+    for source in filter(None, [*config.data, config.eval_data]):
+        require(Path(source.partition(":")[0]).resolve() not in (out / "final").resolve().parents,
+                f"--out {out} is inside {source}, so the run would change its own data; choose another folder")
     for name in "config.toml", *LOG_FILES, "checkpoint":
         require(is_run or not (out / name).exists(),
                 f"--out {out}: {name} there was not written by this version of humanline.py; choose "
@@ -1137,7 +1153,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
 def load_weights(config: Config, device: torch.device) -> Module:
     """Load the weights of --model; the adapters of a peft folder are merged into their base model. Raises
     UserError if weights are missing, and so would be random, or do not belong to the model."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import find_adapter_config_file
     name = config.model
     has_adapters = find_adapter_config_file(name) is not None
@@ -1154,6 +1170,13 @@ def load_weights(config: Config, device: torch.device) -> Module:
     foreign = sorted(info["unexpected_keys"])[:3]
     missing = sorted(info["missing_keys"])[:3]
     require(not foreign, f"--model {name}: its config.json has no place for {foreign}; fix it")
+    text_config = policy.config.get_text_config()
+    if getattr(text_config, "output_router_logits", False):
+        warn(f"--model {name}: output_router_logits is true, but the loss of the router is left out")
+    [*whole] = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code).architectures or ()
+    if whole and type(policy).__name__ not in whole:
+        warn(f"--model {name}: of {whole[0]} only the text part is trained; final/ holds a "
+             f"{type(policy).__name__}, which some servers refuse")
     require(not missing, f"--model {name}: its files lack {missing}, which would be random; add them")
     if has_adapters:
         policy = PeftModel.from_pretrained(policy, config.model).merge_and_unload()
@@ -1162,12 +1185,24 @@ def load_weights(config: Config, device: torch.device) -> Module:
 
 def add_adapters(policy: Module, config: Config) -> None:
     """Freeze the policy, and add adapters to all linear layers but the head. New adapters change nothing."""
-    with explained("--lora", "pip install peft"):
+    # The kernels of Mamba read the weight of out_proj, past its adapter.
+    is_mamba = re.search("mamba|falcon_h1|nemotron_h", policy.config.model_type)
+    with explained("--lora", "pip install --upgrade peft, or use an older transformers"):
         from peft import LoraConfig
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(config.seed, "lora"))
-        policy.add_adapter(LoraConfig(r=config.lora, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
-                                      target_modules="all-linear"))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_for(config.seed, "lora"))
+            policy.add_adapter(LoraConfig(r=config.lora, lora_alpha=config.lora_alpha, task_type="CAUSAL_LM",
+                                          target_modules="all-linear",
+                                          exclude_modules=["out_proj"] if is_mamba else None))
+    if Path(config.model).exists():  # final/ must find it from anywhere
+        policy.peft_config["default"].base_model_name_or_path = os.path.abspath(config.model)
+    heads = [module for module in policy.modules() if isinstance(module, torch.nn.Embedding)]
+    heads.append(policy.get_output_embeddings())
+    expected = {id(p) for module in heads for p in module.parameters()}
+    bare = {re.sub(r"\d+", "*", name) for name, p in policy.named_parameters()
+            if p.dim() > 1 and not p.requires_grad and ".base_layer." not in name and id(p) not in expected}
+    if bare:
+        warn(f"--lora trains no adapter for {', '.join(sorted(bare))}, which are no linear layers")
     for p in policy.parameters():
         stays_fp32 = p.requires_grad or not policy.is_mixed
         p.data = p.data.to(torch.float32 if stays_fp32 else torch.bfloat16)
@@ -1628,7 +1663,7 @@ class Batches:
     def __init__(self, config: Config, groups: list[Group], longest: int):
         self.config = config
         self.longest = longest  # see Sampler
-        self.fingerprint = ""  # of the rows and the model; must be the same on resume
+        self.fingerprint = {}  # of the rows and the model; must be the same on resume
         self.loss = LOSSES[config.loss]
         self.pending: list[Batch] = []
         self.made_until = 0  # the last step whose batch has been made
@@ -1807,8 +1842,8 @@ class Sampler:
         return rollouts
 
     def reward_groups(self, groups: list[Group], rows: list[Row]) -> None:
-        """Set the rewards of groups of the same size; each rank computes a part. A call of the reward gets
-        whole groups, one after another, of at most 64 completions or one group."""
+        """Set the rewards of groups of the same size; each rank computes a part. A call of the reward gets one
+        group, or several whole ones of at most 64 completions."""
         count = max(1, 64 // len(groups[0].rewards))
         attempted = {}
         for start in range(RANK * count, len(groups), WORLD_SIZE * count):
@@ -1985,6 +2020,7 @@ def find_stop_ids(policy: Module, tokenizer: Any) -> list[int]:
 # A number for each completion. A failure stops the run only if no sample has had a reward.
 
 CONFIGS = Path(__file__).with_name("configs")
+MATH = str(CONFIGS / "math_reward.py")
 NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # a row needs one of them
 
 class Reward:
@@ -1997,7 +2033,7 @@ class Reward:
         self.worked = False  # whether any sample of the run ever got a reward
         path, _, name = config.reward.rpartition(":")
         if config.reward == "math":
-            path, name = str(CONFIGS / "math_reward.py"), "math"
+            path, name = MATH, "math"
             require(os.path.exists(path), f"--reward math needs the file {path}; copy it there")
         with explained("--reward-args", "pass a JSON object, such as '{\"model\": \"NAME\"}'"):
             settings = dict(json.loads(config.reward_args or "{}"))
@@ -2514,6 +2550,7 @@ class TokenLogps(torch.autograd.Function):
 # (token ids are small) and works on its share; ranks exchange sums, and rollouts with their rewards.
 
 RANK, WORLD_SIZE = 0, 1  # set by `join_ranks`
+RANKS_SECONDS = 10  # after which a rank says that it waits for others
 
 def join_ranks() -> torch.device:
     """Join the other ranks if torchrun started this process, and return the device to use."""
@@ -2523,13 +2560,21 @@ def join_ranks() -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not dist.is_initialized():
-        # Each restart needs its own prefix: torchrun's store still holds the addresses of the old processes.
-        store, this_rank, ranks = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        patience = datetime.timedelta(hours=4)  # one may write a large model, or restart an engine
-        store.set_timeout(patience)
-        dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, timeout=patience)
+        advice = "start all ranks with torchrun, or unset RANK and WORLD_SIZE"
+        with explained("the ranks do not find each other", advice):
+            missing = int(os.environ["WORLD_SIZE"]) - 1
+            words = f"waiting for {missing} more rank{'s' if missing > 1 else ''}; {advice}"
+            alarm = threading.Timer(RANKS_SECONDS, warn, [words])
+            alarm.daemon = True
+            alarm.start()
+            # Each restart needs its own prefix: torchrun's store still has the addresses of the old processes.
+            store, this_rank, ranks = next(dist.rendezvous("env://"))
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            patience = datetime.timedelta(hours=4)  # one may write a large model, or restart an engine
+            store.set_timeout(patience)
+            dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, timeout=patience)
+            alarm.cancel()
     if dist.is_initialized():  # here, or by a program that calls `train`
         RANK, WORLD_SIZE = dist.get_rank(), dist.get_world_size()
     return device
@@ -2603,13 +2648,17 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         with new_folder(path) as folder:
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(text)
-            written = dict(format=FORMAT) | hashes(folder.iterdir())
+            written = dict(format=FORMAT) | hashes([*folder.iterdir()])
             (folder / "files.json").write_text(json.dumps(written))
     except Exception as error:  # safetensors has an exception of its own for a full disk
         warn(f"could not write {path}: {error}; earlier checkpoints are kept")
         return
-    for old in sorted(path.parent.glob("step-*"))[: -config.keep]:
+    for old in checkpoints(path.parents[1])[: -config.keep]:
         shutil.rmtree(old)
+
+def checkpoints(out: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first. Those that somebody has copied to another name are left alone."""
+    return sorted((out / "checkpoint").glob("step-" + 8 * "[0-9]"))
 
 def weights_and_moments(policy: Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All tensors that an optimizer step changes, by kind (policy, step, exp_avg, exp_avg_sq) and
@@ -2648,22 +2697,33 @@ def new_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
-def hashes(paths: Iterable[Path]) -> dict[str, str]:
-    """SHA-256 of each regular file, by name."""
-    by_name = {}
+def hashes(paths: list[Path]) -> dict[str, str]:
+    """SHA-256 of each regular file, by its path from the folder that they have in common."""
+    digests = {}
+    folder = os.path.commonpath([path.parent for path in paths]) if paths else ""
     for path in sorted(paths):
         if path.is_file():
             with path.open("rb") as file:
-                by_name[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return by_name
+                digests[os.path.relpath(path, folder)] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+def with_imports(path: str) -> list[Path]:
+    """A Python file and the modules beside it that it imports."""
+    finder = modulefinder.ModuleFinder([os.path.dirname(os.path.abspath(path))])
+    with explained(path, "fix the file"):
+        finder.run_script(os.path.abspath(path))
+    return [Path(module.__file__) for module in finder.modules.values() if module.__file__]
 
 def find_damage(folder: Path) -> str:
-    """What is wrong with a checkpoint, or "" if nothing is."""
+    """What is wrong with a checkpoint, or "" if nothing is. Raises UserError if it cannot be read: it may be
+    intact."""
     try:
         written = json.loads((folder / "files.json").read_text())
-        present = hashes(folder.iterdir())
-    except (OSError, ValueError) as error:
+        present = hashes([*folder.iterdir()])
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         return f"not a complete checkpoint ({error})"
+    except OSError as error:
+        raise UserError(f"--resume: cannot read {folder} ({error}); make it readable") from error
     if written.pop("format", None) != FORMAT:
         return "written by another version of humanline.py; resume with that version"
     damaged = [name for name in written if written[name] != present.get(name)]
@@ -2675,7 +2735,7 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
         return None
     paths = [Path(config.resume)]
     if config.resume == "latest":
-        paths = sorted((out / "checkpoint").glob("step-*"), reverse=True)
+        paths = checkpoints(out)[::-1]
     for path in paths:
         damage = find_damage(path)
         if not damage:
@@ -2718,9 +2778,9 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         require(name in FREE_ON_RESUME or value == before,
                 f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with that, or "
                 "with its own config.toml from the folder where it was started")
-    require(state["data"] == batches.fingerprint,
-            f"--resume {path}: --data, the weights or chat template of --model, or the file of --reward or "
-            "--sampler have changed since; restore them")
+    changed = [name for name in sorted(state["data"].keys() | batches.fingerprint)
+               if state["data"].get(name) != batches.fingerprint.get(name)]
+    require(not changed, f"--resume {path}: {', '.join(changed)} changed since; restore what it was")
 
     if state["has_reference"]:  # through the policy, which knows how it is sharded; its own weights come next
         for name, p in trained(policy).items():
@@ -2790,7 +2850,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # KeyboardInterrupt, as before the imports
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
-        if config.resume == "latest" and Path(config.out, "final").exists():
+        if config.resume == "latest" and any(Path(config.out, "final").glob("*")):
             return leave(0, f"{config.out} is already finished; the model is in {config.out}/final")
         run = train(config)
         if RANK == 0:
@@ -2826,6 +2886,8 @@ def leave(status: int, message: str = "") -> int:
 
 def parse_config(argv: list[str]) -> Config:
     """Flags override --config or the settings of the demo, which override the defaults."""
+    for word in argv:
+        require(word == word.encode(errors="ignore").decode(), f"{word!a} is not UTF-8; rename the file")
     # --flag=VALUE is --flag VALUE
     words = [part for word in argv for part in word.split("=", word.startswith("--"))]
     typed = {word.replace("_", "-"): value for word, value in itertools.pairwise([*words, ""])}
@@ -3031,6 +3093,7 @@ def last_line(run: Run) -> str:
             f"{time.perf_counter() - run.started:.0f} s; the model is in {run.out / 'final'}")
 
 if __name__ == "__main__":
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # closed
     sys.stdout.reconfigure(errors="replace")  # print what the terminal's encoding lacks as a question mark
     sys.modules["humanline"] = sys.modules["__main__"]  # for --sampler files that import it
     sys.exit(main())

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import time
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_a_run_that_starts_again_keeps_its_earlier_rollouts(run, tmp_path, capsy
     run("--sample-every 1 --save-every 0 --resume latest", data="prompts", out=str(out))
     [kept] = out.glob("rollouts-*.jsonl")
     assert kept.read_bytes() == drawn and (out / "rollouts.jsonl").read_bytes() == drawn  # drawn again
-    assert f"its old log is now {kept}" in capsys.readouterr().err
+    assert f"does not continue from {out}/rollouts.jsonl, which is now {kept}" in capsys.readouterr().err
 
 
 def test_a_run_that_goes_back_to_an_earlier_checkpoint_keeps_one_line_for_each_step(
@@ -135,13 +136,16 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_keeps_one_line_for_each_s
     flags = short_run(tiny, data_files["groups"], f"--out {out} --save-every 2 --keep 9 --steps 6")
     train(flags)
     shutil.rmtree(out / "final")
-    copy = shutil.copytree(out / "checkpoint" / "step-00000002", out / "checkpoint" / "best")
+    copy = shutil.copytree(out / "checkpoint" / "step-00000002", out / "checkpoint" / "step-best")
     with monkeypatch.context() as patch:
         patch.setattr(humanline, "forward_backward", None)  # it fails before its first checkpoint
         with pytest.raises(TypeError):
             train([*flags, "--resume", str(copy)])
-    assert [path.name for path in (out / "checkpoint").glob("step-*")] == ["step-00000002"]
+    names = sorted(path.name for path in (out / "checkpoint").iterdir())
+    assert names[0] == "step-00000002" and names[-1] == "step-best"
+    assert [name[:14] for name in names[1:-1]] == ["step-00000004-", "step-00000006-"]  # kept, under other names
     train([*flags, "--resume", "latest"])
+    assert humanline.find_damage(copy) == "" and copy.exists()
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -174,6 +178,101 @@ def test_a_checkpoint_that_is_written_while_a_run_loads_is_resumed_from(
     monkeypatch.setattr(humanline, "load_policy", beside_another)
     train([*flags, "--resume", "latest"])
     assert newest.exists() and metrics(out) == lines  # nothing was trained again
+
+
+def finished(tiny: str, rows: str, out, more: str = "--save-every 1 --steps 2", name: str = "final") -> list[str]:
+    """The flags of a run that was interrupted before it wrote its final folder."""
+    flags = short_run(tiny, rows, f"--out {out} {more}")
+    train(flags)
+    shutil.rmtree(out / name)
+    return [*flags, "--resume", "latest"]
+
+
+def test_a_copy_of_a_checkpoint_is_neither_resumed_from_nor_deleted(tiny, data_files, tmp_path):
+    out = tmp_path / "out"
+    again = finished(tiny, data_files["groups"], out, "--save-every 1 --steps 6 --keep 3")
+    copy = shutil.copytree(out / "checkpoint" / "step-00000004", out / "checkpoint" / "step-best")
+    train(again)
+    assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5, 6]
+    assert sorted(path.name for path in (out / "checkpoint").iterdir()) == [
+        "step-00000004", "step-00000005", "step-00000006", "step-best"]
+    assert humanline.find_damage(copy) == ""
+
+
+def test_a_checkpoint_that_cannot_be_read_stops_the_run_and_nothing_is_deleted(
+        tiny, data_files, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    again = finished(tiny, data_files["groups"], out)
+    before = sorted(out.rglob("*"))
+    digest = humanline.hashlib.file_digest
+
+    def fails(file, kind):
+        if file.name.endswith("step-00000002/tensors.safetensors"):
+            raise OSError(5, "Input/output error", file.name)
+        return digest(file, kind)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(humanline.hashlib, "file_digest", fails)
+        assert humanline.main(again) == 2
+    [line] = warnings_of(capsys, "error")
+    assert "cannot read" in line and "Input/output error" in line and sorted(out.rglob("*")) == before
+
+
+def test_damaged_checkpoints_are_kept_under_another_name(tiny, data_files, tmp_path, capsys):
+    out = tmp_path / "out"
+    again = finished(tiny, data_files["groups"], out)
+    for path in (out / "checkpoint").iterdir():
+        (path / "state.json").write_text("")
+    train(again)  # afresh
+    kept = [path for path in (out / "checkpoint").iterdir() if len(path.name) > 13]
+    assert sorted(path.name[:14] for path in kept) == ["step-00000001-", "step-00000002-"]
+    assert all((path / "tensors.safetensors").exists() for path in kept)
+    assert len(warnings_of(capsys, "which is now")) == 3  # and the log
+
+
+def test_an_empty_final_folder_does_not_finish_a_run(tiny, data_files, tmp_path):
+    again = finished(tiny, data_files["groups"], tmp_path / "out")
+    (tmp_path / "out" / "final").mkdir()
+    assert humanline.main(again) == 0 and (tmp_path / "out" / "final" / "config.json").exists()
+
+
+@pytest.mark.parametrize("change", ["tokenizer.json", "generation_config.json", "helper.py"])
+def test_a_run_whose_files_have_changed_is_not_resumed(tiny, data_files, tmp_path, capsys, change):
+    model = shutil.copytree(tiny, tmp_path / "model")
+    (tmp_path / "reward.py").write_text("def f(prompts, completions, rows):\n    import helper\n")
+    (tmp_path / "helper.py").write_text("scale = 1\n")
+    again = finished(str(model), data_files["groups"], tmp_path / "out",
+                     f"--save-every 1 --steps 2 --reward {tmp_path}/reward.py:f")
+    file = tmp_path / change if change == "helper.py" else model / change
+    file.write_text(file.read_text() + "\n")
+    assert humanline.main(again) == 2
+    flag = "--reward" if change == "helper.py" else "--model"
+    [line] = warnings_of(capsys, "error")
+    assert f": {flag} {change} changed since; restore what it was" in line
+
+
+def test_a_run_inside_of_its_data_gives_a_one_line_error(tiny, data_files, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    shutil.copy(data_files["groups"], tmp_path / "mine" / "train.jsonl")
+    line = complaint(["--model", tiny, "--data", f"{tmp_path}/mine", "--out", f"{tmp_path}/mine/run1"],
+                     tmp_path, capsys)
+    assert "/mine/run1 is inside" in line and not (tmp_path / "mine" / "run1").exists()
+
+
+def test_a_name_that_is_not_utf_8_gives_a_one_line_error(tiny, tmp_path, capsys):
+    name = os.fsdecode(b"rows-\xff.jsonl")
+    assert humanline.main(["--model", tiny, "--data", name, "--out", f"{tmp_path}/out"]) == 2
+    assert "error: 'rows-\\udcff.jsonl' is not UTF-8; rename" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_logger_that_fails_does_not_end_the_run(tiny, data_files, tmp_path, capsys, monkeypatch):
+    (tmp_path / "mylog.py").write_text(
+        "def init(**_): pass\ndef log(*_, **__): raise ConnectionError('no network')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    train(short_run(tiny, data_files["groups"], f"--steps 2 --track mylog --out {tmp_path}/out"))
+    [line] = warnings_of(capsys, "--track")
+    assert "failed, and is not called again: ConnectionError('no network')" in line
 
 
 # Memory.
@@ -219,6 +318,22 @@ def test_a_failure_to_compile_names_the_flag_that_does_without(tiny, data_files,
 
 
 # Ranks.
+
+def test_a_rank_that_waits_for_others_says_so(monkeypatch, capsys):
+    def rendezvous(url):
+        time.sleep(1)
+        raise ValueError("environment variable MASTER_ADDR expected, but not set")
+
+    monkeypatch.setattr(humanline, "RANKS_SECONDS", 0.01)
+    monkeypatch.setattr(humanline.dist, "rendezvous", rendezvous)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(humanline.UserError, match="MASTER_ADDR.*; start all ranks with torchrun, or unset RANK"):
+        humanline.join_ranks()
+    [line] = warnings_of(capsys)
+    assert "waiting for 1 more rank; start all ranks with torchrun, or unset RANK and WORLD_SIZE" in line
+
+
 
 def test_a_rank_that_fails_on_a_gpu_ends_at_once(monkeypatch):
     monkeypatch.setattr(humanline, "WORLD_SIZE", 2)
