@@ -1202,7 +1202,7 @@ def add_adapters(policy: Module, config: Config) -> None:
     bare = {re.sub(r"\d+", "*", name) for name, p in policy.named_parameters()
             if p.dim() > 1 and not p.requires_grad and ".base_layer." not in name and id(p) not in expected}
     if bare:
-        warn(f"--lora trains no adapter for {', '.join(sorted(bare))}, which are no linear layers")
+        warn(f"--lora: {', '.join(sorted(bare))} have no adapters and are not trained")
     for p in policy.parameters():
         stays_fp32 = p.requires_grad or not policy.is_mixed
         p.data = p.data.to(torch.float32 if stays_fp32 else torch.bfloat16)

@@ -1,6 +1,8 @@
 """LoRA: adapters on a frozen base model, with a moving reference. Skipped if peft is not installed."""
 
 import itertools
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -183,4 +185,69 @@ def test_without_peft_a_one_line_error_says_what_to_install(tiny, data_files, tm
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)
     line = complaint(["--model", tiny, "--data", data_files["groups"], "--lora", "4"], tmp_path, capsys)
-    assert line.endswith("pip install peft")
+    assert line.endswith("pip install --upgrade peft, or use an older transformers")
+
+
+def test_a_peft_that_is_too_old_gives_a_one_line_error(tiny, data_files, tmp_path, capsys, monkeypatch):
+    def too_old(min_version):
+        raise ValueError("The version of PEFT you are using is not compatible, please use 0.22")
+
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", too_old)
+    line = complaint(["--model", tiny, "--data", data_files["groups"], "--lora", "4"], tmp_path, capsys)
+    assert "--lora: The version of PEFT" in line and line.endswith("peft, or use an older transformers")
+
+
+# What cannot have an adapter.
+
+def test_a_relative_path_of_the_model_is_absolute_in_the_final_folder(run, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(tiny).parent)
+    folder = run(f"{LORA} --steps 1 --model {Path(tiny).name}") / "final"
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == tiny
+
+
+SMALL = dict(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2)
+
+
+def with_adapters(policy, capsys) -> tuple[set[str], str]:
+    """The layers that get an adapter, and what is said of the rest."""
+    policy.is_mixed = False
+    humanline.add_adapters(policy, Config(model="hub/name", lora=4))
+    return {name.split(".lora_")[0].rpartition(".")[2] for name in humanline.trained(policy)}, capsys.readouterr().err
+
+
+def test_experts_without_adapters_are_named(capsys):
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    policy = Qwen2MoeForCausalLM(Qwen2MoeConfig(
+        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16))
+    names, said = with_adapters(policy, capsys)
+    assert "q_proj" in names and said.count("warning") == 1
+    assert "model.layers.*.mlp.experts.gate_up_proj" in said and said.endswith("are not trained\n")
+    assert "embed_tokens" not in said and "lm_head" not in said and "q_proj" not in said
+
+
+def test_mamba_gets_adapters_where_its_kernels_read_them(capsys):
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    policy = FalconH1ForCausalLM(FalconH1Config(
+        **SMALL, head_dim=8, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1,
+        mamba_chunk_size=8))
+    names, said = with_adapters(policy, capsys)
+    assert {"in_proj", "q_proj"} <= names and "out_proj" not in names
+    assert "model.layers.*.mamba.out_proj.weight" in said
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"output_router_logits": True}, "output_router_logits is true, but the loss of the router is left out"),
+    ({"architectures": ["Qwen3_5ForConditionalGeneration"]},
+     "of Qwen3_5ForConditionalGeneration only the text part is trained; final/ holds a LlamaForCausalLM")])
+def test_what_a_model_loses_in_training_is_said(tiny, tmp_path, capsys, change, says):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | change))
+    humanline.load_weights(Config(model=str(folder)), torch.device("cpu"))
+    assert says in capsys.readouterr().err
+    humanline.load_weights(Config(model=tiny), torch.device("cpu"))
+    assert capsys.readouterr().err == ""
