@@ -1317,11 +1317,8 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
             key = f"{fields.get('prompt_id')} {row.prompt}"  # files from two runs may use the same prompt_id
         first = rows.setdefault(key, row)
         if first is not row:
-            first.completions += row.completions
-            first.rewards += row.rewards
-            first.tokens += row.tokens
-            first.logps += row.logps
-            first.truncated += row.truncated
+            for part in ("completions", "rewards", "tokens", "logps", "truncated"):
+                getattr(first, part).extend(getattr(row, part))
     if (config.system, config.prompt_template) != (None, None) and any(row.tokens for row in rows.values()):
         warn(f"{source}: --system and --prompt-template are not applied to the complete prompts of rollouts")
     if dropped:
@@ -1362,7 +1359,7 @@ def read_file(path: str, source: str) -> Iterator[dict]:
     with explained(source, "pass a file of JSON lines, or of one JSON list"):
         if kind == ".parquet":
             import pyarrow.parquet
-            yield from pyarrow.parquet.read_table(path).to_pylist()
+            yield from pyarrow.parquet.ParquetFile(path).read().to_pylist()
             return
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             text = file.read().removeprefix(codecs.BOM_UTF8).strip()
@@ -1577,7 +1574,7 @@ def find_special_tokens(rows: list[Row], sampler: "Sampler", flag: str) -> None:
     pattern = re.compile("|".join(map(re.escape, special)) or "(?!)")
     found = []
     for row in rows:
-        row.completions = [re.sub(rf"({sampler.stop_pattern})\s*$", "", text) for text in row.completions]
+        row.completions = [re.sub(rf"(({sampler.stop_pattern})\s*)+$", "", text) for text in row.completions]
         for text in [turn["content"] for turn in row.prompt] + row.completions:
             found += [f"{match[0]!r} in {row.where}" for match in pattern.finditer(text)]
     if found:

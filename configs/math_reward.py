@@ -127,10 +127,9 @@ NOTATION = {
     r"\\text\{\s*(and|or)\s*\}": r" \1 ",
 }
 SYMBOLS = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∞": r"\infty ",
-    "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ",
-    "°": r"^\circ ",
-    "∅": r"\emptyset ", "±": r"\pm ", "π": r"\pi ", "θ": r"\theta "}
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "±": r"\pm ", "√": r"\sqrt ",
+    "∞": r"\infty ", "π": r"\pi ", "θ": r"\theta ", "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
+    "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset "}
 
 
 def written(text: str) -> str:

@@ -466,7 +466,8 @@ def test_special_tokens_in_texts_are_counted_and_named_and_an_answer_stays_whole
     assert [tokenizer.decode(ids) for ids in group.completions] == [chosen + "<eos>", "<eos> b <eos>"]
     says = "contain 3 special tokens of the tokenizer, which are read as such, the first one '<|user|>' in "
     assert says in capsys.readouterr().err
-    encoded(tiny, [dict(prompt="a", chosen="b<eos>", rejected="c<eos>")])  # the end of the answers
+    _, [group] = encoded(tiny, [dict(prompt="a", chosen="b<eos>", rejected="c<eos><eos>\n")])  # their end
+    assert [tokenizer.decode(ids) for ids in group.completions] == ["b<eos>", "c<eos>"]
     assert "warning" not in capsys.readouterr().err
 
 
