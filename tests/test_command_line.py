@@ -165,7 +165,6 @@ BAD_FLAGS = [
     ("--lr nan", r"--lr is nan; it must be from 1e-12 to"),
     ("--log-eps-p 2", r"--log-eps-p is 2\.0; it must be from -inf to 0"),
     ("--temperature 1e-300", r"--temperature is 1e-300; it must be from 0\.001 to 1000"),
-    ("--perception sample --gamma-r 0.001", r"--gamma-r is 0\.001; it must be from 0\.01 to"),
     ("--top-p 1.5", r"--top-p is 1\.5; it must be from"),
     ("--batch-size 99999999999", r"--batch-size 99999999999: a step needs"),
     ("--sample-every 1 --group-size 1", r"--group-size must be at least 2"),
