@@ -1477,5 +1477,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Python's default again
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # closed
     sys.stdout.reconfigure(errors="replace")
     sys.exit(main())

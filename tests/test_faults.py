@@ -223,3 +223,10 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(tiny, data_files, tmp_
 def test_a_clock_that_jumps_changes_no_measured_time(run, monkeypatch):
     monkeypatch.setattr(time, "time", itertools.count(1e9, -1e6).__next__)
     assert all(line["step_seconds"] >= 0 for line in metrics(run("")))
+
+
+@pytest.mark.parametrize("program", ["humanline.py", "eval.py"])
+def test_a_closed_standard_output_ends_no_program(program):
+    line = f"exec {sys.executable} {ROOT / program} --no-such-flag >&-"
+    done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "no-such-flag" in done.stderr

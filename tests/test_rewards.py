@@ -18,6 +18,7 @@ import torch
 from bases import character_tokenizer
 from conftest import ROOT, metrics, write_jsonl
 
+import eval as evaluation
 import humanline
 from humanline import Config, UserError
 from warm import Started
@@ -423,6 +424,15 @@ def f(prompts, completions, rows):
     prompt, row = list(PROMPT), {"answer": "2"}
     assert score([prompt] * 3, ["a", "b", "c"], [row] * 3) == [3, 3, 3]
     assert prompt == PROMPT and row == {"answer": "2"}
+
+
+def test_a_model_wins_half_against_itself_even_if_the_reward_changes_its_arguments(tmp_path):
+    score = reward_of(tmp_path, "def f(prompts, completions, rows):\n"
+                                "    for prompt in prompts: prompt.append('more')\n"
+                                "    return [len(prompt) + len(row.pop('answer', ''))\n"
+                                "            for prompt, row in zip(prompts, rows)]\n")
+    prompts, fields = [list(PROMPT)] * 4, [{"answer": "2"}] * 4
+    assert evaluation.compare_rewards(score, prompts, list("abcd"), list("abcd"), fields).mean() == 0.5
 
 
 def test_files_of_the_working_folder_do_not_replace_modules_of_python(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 import weakref
 from pathlib import Path
 
@@ -187,6 +188,16 @@ def test_resuming_between_two_drawings_is_exact(run, sampler, tmp_path, data_fil
         checkpoint = whole / "checkpoint" / f"step-{step:08d}"
         resumed = run(f"{flags} --resume {checkpoint}", out=str(tmp_path / f"resumed-{step}"))
         assert timeless(resumed) == timeless(whole)[step:] and same_weights(resumed, whole), step
+
+
+def test_numpys_numbers_of_a_sampler_become_plain_ones():
+    import numpy
+
+    config = humanline.Config(max_new_tokens=4)
+    sampler = types.SimpleNamespace(stop_ids=[3], vocabulary=set(range(9)), config=config)
+    drawn = [([numpy.int64(7), numpy.int64(3)], [numpy.float32(-0.5), numpy.float32(-1)])]
+    checked = humanline.Sampler.check_completions(sampler, drawn, 1)
+    assert json.dumps(checked) == "[[[7, 3], [-0.5, -1.0]]]"
 
 
 # What goes wrong costs a line.
