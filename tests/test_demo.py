@@ -84,6 +84,18 @@ def test_what_can_be_typed_on_data_of_ones_own_can_be_typed_on_the_demo(loss, fl
     humanline.parse_config(["--loss", loss, *flags.split()])
 
 
+def test_every_command_of_the_demo_is_stored_and_ends_well():
+    stored = demo.read()
+    for flags in demo.TYPED:
+        config = humanline.parse_config(flags.split())
+        line = stored[flags]
+        assert line["steps"] == [0, *range(config.eval_every, config.steps + 1, config.eval_every)], flags
+        assert line["rewards"][0] == line["before"] < 0.6 and line["rewards"][-1] == line["after"], flags
+        assert line["after"] > line["before"] + 0.25, flags
+        assert line["greedy_after"] > line["greedy_before"] - 0.01, flags
+        assert humanline.in_words(config) in line["printed"][-1] and len(line["printed"]) == 10, flags
+
+
 def test_the_final_folder_of_the_demo_loads_in_plain_transformers_and_can_sort(first):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
