@@ -1196,11 +1196,9 @@ def add_adapters(policy: Module, config: Config) -> None:
                                           exclude_modules=["out_proj"] if is_mamba else None))
     if Path(config.model).exists():  # final/ must find it from anywhere
         policy.peft_config["default"].base_model_name_or_path = os.path.abspath(config.model)
-    heads = [module for module in policy.modules() if isinstance(module, torch.nn.Embedding)]
-    heads.append(policy.get_output_embeddings())
-    expected = {id(p) for module in heads for p in module.parameters()}
+    # Experts are parameters of three dimensions; a layer with an adapter has its weight in .base_layer.
     bare = {re.sub(r"\d+", "*", name) for name, p in policy.named_parameters()
-            if p.dim() > 1 and not p.requires_grad and ".base_layer." not in name and id(p) not in expected}
+            if p.dim() > 2 or name.endswith(".out_proj.weight")}
     if bare:
         warn(f"--lora: {', '.join(sorted(bare))} have no adapters and are not trained")
     for p in policy.parameters():
@@ -2023,7 +2021,8 @@ NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # a row 
 class Reward:
     """The reward that --reward names, as a function(prompts, completions, rows) that returns a finite float
     for each completion. Prompts are lists of messages (dicts with `role` and `content`), completions are
-    strings, rows are dicts with all columns. Raises UserError if it cannot be loaded."""
+    strings, rows are dicts with all columns. In training, a call gets all completions of each of its prompts,
+    one after another. Raises UserError if it cannot be loaded."""
 
     def __init__(self, config: Config):
         self.config = config

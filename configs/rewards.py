@@ -1,8 +1,9 @@
 """Reward functions to use or copy, each with --reward configs/rewards.py:NAME.
 
 A reward is a function(prompts, completions, rows) that returns one number per completion. Prompts are lists
-of messages, completions are strings, and rows are the rows of the data as dicts, with all their columns. To
-combine several rewards, write a function that sums them, as math_recipe does.
+of messages, completions are strings, and rows are the rows of the data as dicts, with all their columns. All
+completions of a prompt come in the same call, one after another, so a reward may compare them. To combine
+several rewards, write a function that sums them, as math_recipe does.
 """
 
 import functools
