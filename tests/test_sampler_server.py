@@ -402,7 +402,9 @@ def test_a_run_draws_from_servers_of_both_kinds(run, engines, monkeypatch, tmp_p
     monkeypatch.setenv("HUMANLINE_SERVERS", f"{both[0].url}, sglang+{both[1].url}")
     monkeypatch.setenv("HUMANLINE_SAMPLER_WEIGHTS", str(tmp_path / "shared"))
     lines = metrics(run(f"--sampler configs/external.py:servers --sample-every 2 --steps 6 --lora {lora}"))
-    assert [line["sampler_gap"] <= 1e-3 for line in lines] == [True, False] * 3  # just drawn, or a step later
+    # Measured where the weights are the same: in the step that has just drawn.
+    gaps = [line.get("sampler_gap") for line in lines]
+    assert gaps[1::2] == [None] * 3 and max(gaps[0::2]) <= 1e-3
     assert [len(engine.adapters) for engine in both] == [lora > 0] * 2
     assert len(loaded) == 3 and all(Path(name).parent.parent == tmp_path / "shared" for name in loaded)
     assert not list((tmp_path / "shared").iterdir())  # removed with the run

@@ -114,7 +114,7 @@ def test_resuming_notices_a_change_in_any_line_of_a_group(run, tiny, tmp_path):
     shutil.rmtree(out / "final")
     lines = [line | dict(reward=2) if line["completion"] == "3" else line for line in lines]
     write_jsonl(tmp_path / "rows.jsonl", lines)
-    with pytest.raises(humanline.UserError, match="--data, .* have changed since"):
+    with pytest.raises(humanline.UserError, match=": --data changed since; restore"):
         run("--resume latest", flags=start, out=str(out))
 
 
@@ -141,7 +141,9 @@ def test_resuming_notices_changes_in_files_that_rewards_and_weights_depend_on(
         file = {"template": model / "chat_template.jinja", "reward": reward, "sampler": sampler}[changed]
         with open(file, "a") as text:
             text.write(" ")
-    with pytest.raises(humanline.UserError, match="--data, .* have changed since"):
+    names = dict(rows="--data", weights="--model model.safetensors", reward="--reward reward.py",
+                 template="--model chat_template.jinja, the chat template", sampler="--sampler sampler.py")
+    with pytest.raises(humanline.UserError, match=f": {names[changed]} changed since; restore"):
         run("--resume latest", flags=start, out=str(out))
 
 
