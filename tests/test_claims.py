@@ -52,9 +52,10 @@ def test_a_long_tasks_answers_are_right_fit_and_are_held_out(name):
 
 
 def test_a_base_that_learned_nothing_is_taught_again_from_another_start(tmp_path, monkeypatch):
-    taught, accuracies = [], iter([0.54, 0.56])
+    taught, accuracies, draw_one = [], iter([0.54, 0.56]), bases.draw
 
     def draw(model, tokenizer, recipe, fields, size, seed):
+        assert len(draw_one(model, tokenizer, recipe, fields[:1], size, seed)) == 1
         right = round(500 * next(accuracies))
         return [humanline.Group(i, [], [], [float(i < right)]) for i in range(500)]
 

@@ -339,18 +339,18 @@ def make_model(name: str, folder: Path, seed: int, parent: Path | None = None) -
     if recipe.parent and parent is None:
         parent = folder.with_name(f"{recipe.parent}-model")
         make_model(recipe.parent, parent, seed)
+    tokenizer.save_pretrained(folder)
     for attempt in range(10):  # about one initialization in ten never learns the task
         model = load(parent) if recipe.parent else new_model(tokenizer, seed + 1000 * attempt)
         train_base(model, tokenizer, recipe, seed)
+        model.save_pretrained(folder)
         if not recipe.least_accuracy:
             break
         _, test_rows = recipe.rows(seed)
-        groups = draw(model, tokenizer, recipe, test_rows, 1, seed)
+        groups = draw(load(folder), tokenizer, recipe, test_rows, 1, seed)
         accuracy = fmean(group.rewards[0] for group in groups)
         if accuracy >= recipe.least_accuracy:
             break
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     return model
 
 def make(
