@@ -213,7 +213,8 @@ def with_adapters(policy, capsys) -> tuple[set[str], str]:
     """The layers that get an adapter, and what is said of the rest."""
     policy.is_mixed = False
     humanline.add_adapters(policy, Config(model="hub/name", lora=4))
-    return {name.split(".lora_")[0].rpartition(".")[2] for name in humanline.trained(policy)}, capsys.readouterr().err
+    names = {name.split(".lora_")[0].rpartition(".")[2] for name in humanline.trained(policy)}
+    return names, capsys.readouterr().err
 
 
 def test_experts_without_adapters_are_named(capsys):

@@ -143,7 +143,7 @@ def test_a_run_that_goes_back_to_an_earlier_checkpoint_keeps_one_line_for_each_s
             train([*flags, "--resume", str(copy)])
     names = sorted(path.name for path in (out / "checkpoint").iterdir())
     assert names[0] == "step-00000002" and names[-1] == "step-best"
-    assert [name[:14] for name in names[1:-1]] == ["step-00000004-", "step-00000006-"]  # kept, under other names
+    assert [name[:14] for name in names[1:-1]] == ["step-00000004-", "step-00000006-"]  # under other names
     train([*flags, "--resume", "latest"])
     assert humanline.find_damage(copy) == "" and copy.exists()
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5, 6]
@@ -180,7 +180,8 @@ def test_a_checkpoint_that_is_written_while_a_run_loads_is_resumed_from(
     assert newest.exists() and metrics(out) == lines  # nothing was trained again
 
 
-def finished(tiny: str, rows: str, out, more: str = "--save-every 1 --steps 2", name: str = "final") -> list[str]:
+def finished(tiny: str, rows: str, out, more: str = "--save-every 1 --steps 2",
+             name: str = "final") -> list[str]:
     """The flags of a run that was interrupted before it wrote its final folder."""
     flags = short_run(tiny, rows, f"--out {out} {more}")
     train(flags)
@@ -328,7 +329,8 @@ def test_a_rank_that_waits_for_others_says_so(monkeypatch, capsys):
     monkeypatch.setattr(humanline.dist, "rendezvous", rendezvous)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(humanline.UserError, match="MASTER_ADDR.*; start all ranks with torchrun, or unset RANK"):
+    says = "MASTER_ADDR.*; start all ranks with torchrun, or unset RANK"
+    with pytest.raises(humanline.UserError, match=says):
         humanline.join_ranks()
     [line] = warnings_of(capsys)
     assert "waiting for 1 more rank; start all ranks with torchrun, or unset RANK and WORLD_SIZE" in line
