@@ -1112,8 +1112,7 @@ def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
             require(tokenizer.chat_template or not config.template_values,
                     f"--template-values: {name} has no template")
             with explained("--template-values", "pass JSON, such as '{\"enable_thinking\": false}'"):
-                values = dict(json.loads(config.template_values or "{}"))
-            values.setdefault("date_string", DATE)
+                values = {"date_string": "26 Jul 2024"} | json.loads(config.template_values or "{}")
             tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
             policy = load_weights(config, device)
         if policy.num_parameters() < 1_000_000:
@@ -1606,9 +1605,9 @@ def encode_dialogues(tokenizer: Any, rows: list[Row]) -> list[list[list[int]]]:
             prompt.pop()
     return encoded
 
-# What templates get for today's date, so that resuming on another day is exact.
-DATE_PARTS = {"%d": "26", "%m": "07", "%b": "Jul", "%B": "July", "%y": "24", "%Y": "2024"}
-DATE = " ".join(DATE_PARTS[code] for code in ("%d", "%b", "%Y"))
+# What templates get for today's date, so that resuming on another day is exact. They take no function.
+DATE = ("{% macro strftime_now(format) %}{{ format|replace('%d', '26')|replace('%m', '07')|replace('%b', 'Jul')"
+        "|replace('%B', 'July')|replace('%y', '24')|replace('%Y', '2024') }}{% endmacro %}")
 
 # Templates for models without one: for plain texts, and for dialogues.
 PLAIN = ("{% for turn in messages %}{{ '\n\n' if not loop.first and turn.role != 'assistant' }}"
@@ -1621,8 +1620,7 @@ def render(tokenizer: Any, dialogue: list[dict], **settings: Any) -> str:
     """Format a dialogue with the chat template."""
     template = tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN
     if "strftime_now" in template:
-        parts = "".join(f"|replace('{code}', '{text}')" for code, text in DATE_PARTS.items())
-        template = f"{{% macro strftime_now(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}{template}"
+        template = DATE + template
     return tokenizer.apply_chat_template(dialogue, chat_template=template, tokenize=False, **settings)
 
 def place_answer(tokenizer: Any, row: Row, start: str, answer: str) -> str:
@@ -2798,13 +2796,8 @@ def final_weights(policy: Module, config: Config) -> dict[str, Tensor]:
     """The tensors of the final folder by name: weights and buffers, a tied head once; or the adapters."""
     if config.lora:
         return gather_whole(trained(policy))
-    every = dict(policy.named_parameters(remove_duplicate=False))
-    tied = every.keys() - dict(policy.named_parameters()).keys()
-    return gather_whole({
-        name: value
-        for name, value in policy.state_dict().items()
-        if name not in tied
-    })
+    return gather_whole({name: value for name, value in policy.state_dict().items()
+                         if name not in policy.all_tied_weights_keys})
 
 def save_final(path: Path, sampler: Sampler) -> None:
     """Write an ordinary Hugging Face folder, or with --lora a peft folder, and the settings of the run."""
