@@ -48,7 +48,6 @@ weights, images, tools, and several turns within one rollout.
 
 import codecs
 import contextlib
-import csv
 import dataclasses
 import datetime
 import fcntl
@@ -1324,10 +1323,12 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
     require(rows, f"{source} has no rows")
     return list(rows.values())
 
+FILE_KINDS = ".jsonl", ".json", ".parquet"
+
 def read_table(spec: str, source: str) -> Iterable[dict]:
     """The rows of a file or of NAME[:[CONFIG:]SPLIT]. Files are read here, also those of a folder: `datasets`
     would parse some strings as numbers or dates, and recognizes a changed file by its time alone."""
-    if Path(spec).suffix.lower() in (".jsonl", ".json", ".parquet"):
+    if Path(spec).suffix.lower() in FILE_KINDS or Path(spec).is_file():
         return read_file(spec, source)
     import datasets
     datasets.disable_progress_bars()
@@ -1335,8 +1336,6 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
             source, "pass a .jsonl, .json or .parquet file, a folder, or a data set of the hub; `hf download "
             "NAME --repo-type dataset --local-dir FOLDER` downloads one"):
         name, *parts = re.split(r":(?![^\[]*\])", spec)  # not at the colon of train[:50]
-        require(not Path(name).is_file(), f"{source}: {name} is a file; pass its name alone, and only .jsonl, "
-                ".json or .parquet")
         split = parts.pop() if parts else "train"
         if not Path(name).is_dir():
             return datasets.load_dataset(name, *parts, split=split)
@@ -1348,11 +1347,10 @@ def read_table(spec: str, source: str) -> Iterable[dict]:
         return [row for part in slices for row in rows[part.splitname][part.from_ : part.to]]
 
 def read_file(path: str, source: str) -> Iterator[dict]:
-    """Read a Parquet file, a CSV file, JSON lines, or one JSON list of objects, compressed with gzip or not.
-    In a CSV file, all columns are texts except for labels and rewards."""
+    """Read a Parquet file, JSON lines, or one JSON list of objects, compressed with gzip or not."""
     kind = Path(path.lower().removesuffix(".gz")).suffix
-    require(kind in (".jsonl", ".json", ".parquet", ".csv"), f"{source}: {path} is no .jsonl, .json, .parquet "
-            "or .csv file; write the data with Dataset.to_parquet, for example")
+    require(kind in FILE_KINDS, f"{source}: {path} is no .jsonl, .json or .parquet file; write the data with "
+            "Dataset.to_parquet, for example")
     with explained(source, "pass a file of JSON lines, or of one JSON list"):
         if kind == ".parquet":
             import pyarrow.parquet
@@ -1360,11 +1358,6 @@ def read_file(path: str, source: str) -> Iterator[dict]:
             return
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
             text = file.read().removeprefix(codecs.BOM_UTF8).strip()
-        if kind == ".csv":
-            for row in csv.DictReader(io.StringIO(text.decode(), newline="")):
-                yield {name: json.loads(cell.lower()) if name in ("label", "reward") else cell
-                       for name, cell in row.items() if cell}
-            return
         if text.startswith(b"["):
             yield from json.loads(text)
             return
@@ -1506,7 +1499,6 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
     config, tokenizer = sampler.config, sampler.tokenizer
     find_special_tokens(rows, sampler, flag)
     if online:
-        sampler.check_columns(rows)
         rows = [dataclasses.replace(row, completions=[], tokens=[]) for row in rows]
     has_answers = any(turn["role"] == "assistant" for row in rows for turn in row.prompt)
     if flag == "--data" and has_answers and not tokenizer.chat_template:
@@ -1796,14 +1788,6 @@ class Sampler:
         # Loading a reward can take long.
         self.reward = Reward(config) if config.sample_every or config.eval_data else None
 
-    def check_columns(self, rows: list[Row]) -> None:
-        """Raises UserError for the first row without a column that the reward needs."""
-        name = self.config.reward
-        columns = NEEDED_COLUMNS.get(name) if self.reward else None
-        for row in rows if columns else ():
-            require(any(row.fields.get(column) is not None for column in columns),
-                    f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
-
     def texts(self, completions: list[list[int]]) -> list[str]:
         """Completions as text, without stop tokens, BOS and padding. Other special tokens are kept: thoughts
         may begin and end with them."""
@@ -1925,7 +1909,6 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
     mask = [torch.ones_like(prompt) for prompt in ids]
     ids = pad_sequence(ids, True, pad, padding_side="left").to(policy.device)
     mask = pad_sequence(mask, True, 0, padding_side="left").to(policy.device)
-    was_training = policy.training
     model_settings = policy.generation_config
     # Otherwise the model's own settings would fill in what is unset, such as Qwen2.5's repetition penalty.
     policy.generation_config = GenerationConfig()
@@ -1936,7 +1919,7 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
             drawn = policy.generate(ids, attention_mask=mask, **cache,
                                     generation_config=settings, logits_processor=processors)
     finally:
-        policy.train(was_training)
+        policy.train()
         policy.generation_config = model_settings
 
     completions = []
@@ -2014,7 +1997,6 @@ def find_stop_ids(policy: Module, tokenizer: Any) -> list[int]:
 
 CONFIGS = Path(__file__).with_name("configs")
 MATH = str(CONFIGS / "math_reward.py")
-NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # a row needs one of them
 
 class Reward:
     """The reward that --reward names, as a function(prompts, completions, rows) that returns a finite float
@@ -2736,15 +2718,6 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
             return path
         require(config.resume == "latest", f"{path}: {damage}")
         warn(f"{path}: {damage}; trying the previous one")
-    file = out / "config.toml"
-    if file.exists():  # the run starts afresh
-        with explained(f"--resume {config.resume}: {file}", "choose another folder"):
-            before = tomllib.loads(file.read_text(encoding="utf-8"))
-        now = tomllib.loads(to_toml(config))
-        for name in sorted((before | now).keys() - FREE_ON_RESUME):
-            require(before.get(name) == now.get(name),
-                    f"--resume {config.resume}: the run in {out} has another {flag_of(name)}; add --config "
-                    f"{file}, or choose another folder")
     return None
 
 # Settings that may change on resume: what is written, what affects the result by rounding alone, and what can
@@ -2781,10 +2754,8 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
             copy_full(p, tensors.get_tensor(f"reference:{name}"))
         reference.weights = [part.to("cpu", copy=True) for part in reference.parts]
     for p in trained(policy).values():
-        step = torch.zeros((), device=p.device)
-        optimizer.state[p] = dict(step=step)
-        for moment in "exp_avg", "exp_avg_sq":
-            optimizer.state[p][moment] = torch.zeros_like(p)
+        optimizer.state[p] = dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
+                                  exp_avg_sq=torch.zeros_like(p))
     for name, target in weights_and_moments(policy, optimizer).items():
         copy_full(target, tensors.get_tensor(name))
     batches.made_until = state["made_until"]

@@ -223,7 +223,6 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
      r"row 1: the content of a message is \['a'\]; it must be a string"),
     ("grpo", [{"prompt": "a", "answer": "b"}],
      r"row 1: no completions with rewards or labels among its columns prompt, answer; rename them as in the"),
-    ("grpo --sample-every 1", [{"prompt": "a"}], r"row 1: no answer; --reward exact"),
     ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is short enough: a prompt may have 64 tokens"),
     ("dpo", [], r"no rows"),
 ]
@@ -271,7 +270,7 @@ def test_a_bad_row_gives_a_one_line_error_that_names_it(tiny, tmp_path, capsys, 
     ("rows.jsonl", b"[1, 2]\n", r"row 1 cannot be read"),
     ("rows.jsonl", b"\xff\xfe\xfa\n", r"row 1: not JSON"),
     ("rows.parquet", b"prompt,answer\n", r"rows\.parquet: "),
-    ("rows.csv", b"x", r"rows\.csv is a file; pass its name alone, and only \.jsonl, \.json or \.parquet"),
+    ("rows.csv", b"x", r"rows\.csv is no \.jsonl, \.json or \.parquet file; write the data with"),
 ])
 def test_a_file_whose_content_does_not_match_its_ending_gives_a_one_line_error(
         tiny, tmp_path, capsys, name, content, expected):

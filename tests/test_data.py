@@ -1,6 +1,5 @@
 """Data: from rows on disk to groups to the units of each loss, and the formats of well-known data sets."""
 
-import csv
 import json
 import os
 
@@ -165,34 +164,16 @@ def test_rows_of_published_data_sets_are_read_unchanged(tmp_path, name):
         assert row.labelled == ("KTO" in name)
 
 
-def write_csv(path, rows: list[dict]) -> str:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    return str(path)
-
-
 @pytest.mark.parametrize("answers", [["2024-01-01", "2024-01-02"], ["007", "NA"], ["1", 2]])
-@pytest.mark.parametrize("ending", ["jsonl", "json", "csv"])
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
 def test_a_folder_gives_every_value_as_it_is_written_in_its_files(tmp_path, answers, ending):
     rows = [dict(prompt="day?", answer=answer) for answer in answers]
     path = tmp_path / f"train.{ending}"
-    if ending == "csv":
-        rows = [dict(row, answer=str(row["answer"])) for row in rows]
-        write_csv(path, rows)
-    elif ending == "json":
+    if ending == "json":
         path.write_text(json.dumps(rows), encoding="utf-8-sig")  # with a byte-order mark
     else:
         write_jsonl(path, rows)
     assert [row.fields for row in humanline.read_rows(str(tmp_path), Config(), "--data")] == rows
-
-
-def test_labels_and_rewards_of_csv_files_are_numbers(tmp_path):
-    labels = [dict(prompt=label, completion="05", label=label) for label in ("True", "0", "false")]
-    write_csv(tmp_path / "train.csv", labels)
-    rows = humanline.read_rows(str(tmp_path), Config(), "--data")
-    assert [row.rewards for row in rows] == [[1.0], [0.0], [0.0]] and rows[0].completions == ["05"]
 
 
 @pytest.mark.parametrize("folder", [True, False])

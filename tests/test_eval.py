@@ -534,7 +534,7 @@ def other_vocabulary(tiny, tmp_path_factory):
     ("accuracy --model nothing", "--model nothing: this folder is neither a run"),
     ("accuracy --model TINY", "--data: pass the rows to evaluate on"),
     ("accuracy --model TINY --data none.jsonl", "--data none.jsonl: [Errno 2] No such file"),
-    ("accuracy --model TINY --data noanswer.jsonl", "--data noanswer.jsonl row 1: no answer"),
+    ("accuracy --model TINY --data noanswer.jsonl", "--reward exact failed on every sample: KeyError('answer')"),
     ("accuracy --model TINY --data prompts.jsonl --samples 4 --k 1 5", "pass@k needs 1 <= k <= samples"),
     ("accuracy --model TINY --data prompts.jsonl --out samples.txt",
      "--out samples.txt: the name must end in .jsonl"),
