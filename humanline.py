@@ -810,7 +810,6 @@ class Run:
         self.out = from_first_rank(lambda: Path(
             config.out or time.strftime(f"runs/{config.loss}-%m%d-%H%M%S-{os.getpid()}")))
         from_first_rank(lambda: check_folder(self.out, config))
-        self.checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
 
     def check_ranks(self, rows: list["Row"]) -> None:
         """Read --eval-data, and check that all ranks have the same rows and settings."""
@@ -849,11 +848,9 @@ class Run:
         self.eval_groups = []
         if self.eval_rows:
             self.eval_groups = encode_rows(self.eval_rows, sampler, True, "--eval-data")
+        # Only now: a process that is stopped writes its last checkpoint, perhaps while this one loads the model.
+        self.checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
         from_first_rank(lambda: lock(self.out, config, self.stack))
-        # A process that is stopped writes its last checkpoint, perhaps while this one was loading the model.
-        newest = max(checkpoints(self.out), default=self.checkpoint)
-        self.checkpoint = from_first_rank(
-            lambda: self.checkpoint if newest == self.checkpoint else find_checkpoint(config, self.out))
         if config.sampler != "generate":
             path, _, name = config.sampler.rpartition(":")
             with explained(f"--sampler {config.sampler}", "see the docstring of configs/external.py"):
@@ -1081,14 +1078,10 @@ def explained(what: str, advice: str, **advice_by_word: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # transformers, datasets and huggingface_hub raise dozens of kinds
-        text = str(error).strip() or type(error).__name__
+        reason = " ".join(str(error).split())[:300].rstrip(" .") or type(error).__name__
         if isinstance(error, KeyError):
-            text = f"no {text}"
-        reason = text.splitlines()[0].strip()
-        if reason.endswith(":"):  # it is on the next lines
-            reason = " ".join(text.split())[:300]
-        reason = reason.rstrip(" .")
-        advice = next((advice_by_word[word] for word in advice_by_word if word in text), advice)
+            reason = f"no {reason}"
+        advice = next((advice_by_word[word] for word in advice_by_word if word in str(error)), advice)
         raise UserError(f"{what}: {reason}; {advice}") from error
 
 def load_policy(config: Config, device: torch.device) -> tuple[Module, Any]:
