@@ -382,7 +382,7 @@ def make(
     for row, group in zip(rows, groups):
         texts = tokenizer.batch_decode(group.completions, skip_special_tokens=True)
         row["completions"] = [text if text.strip() else "?" for text in texts]
-        row["scores"] = [int(text == row["answer"]) for text in row["completions"]]  # without special tokens
+        row["scores"] = [int(text.strip() == row["answer"]) for text in row["completions"]]
     for name, lines in (("rows", rows), ("test", test_rows)):
         text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in lines)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
