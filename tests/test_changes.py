@@ -168,6 +168,7 @@ def test_the_mismatched_sequences_of_a_run_have_the_advantages_of_their_examples
         assert data == "groups" or {advantage for _, advantage in of_examples} == {1.0, -1.0}
 
 
+@pytest.mark.slow
 def test_that_clip_is_right_on_two_sharded_ranks_and_on_a_rank_without_work(tiny, data_files, tmp_path):
     changed = patched(tmp_path, SIGNED_CLIP)
     common = (f"--model {tiny} --data {data_files['groups']} --steps 3 --lr 1e-3 "

@@ -365,6 +365,7 @@ def test_the_page_of_a_decision_opens_with_it_and_says_what_it_hangs_on():
     assert page.index("## What the decision hangs on") < page.index("## The rule") < page.index("## Settings")
 
 
+@pytest.mark.slow
 def test_the_page_grows_with_the_runs_and_reads_every_one(tmp_path, monkeypatch):
     monkeypatch.setattr(decide, "RESULTS", tmp_path)
     known = {}
