@@ -848,7 +848,7 @@ class Run:
         self.eval_groups = []
         if self.eval_rows:
             self.eval_groups = encode_rows(self.eval_rows, sampler, True, "--eval-data")
-        # Only now: a process that is stopped writes its last checkpoint, perhaps while this one loads the model.
+        # Only now: a process that is stopped writes its last checkpoint, perhaps while this loads the model.
         self.checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
         from_first_rank(lambda: lock(self.out, config, self.stack))
         if config.sampler != "generate":
