@@ -46,7 +46,6 @@ weights, images, tools, and several turns within one rollout.
 # ]
 # ///
 
-import codecs
 import contextlib
 import dataclasses
 import datetime
@@ -803,8 +802,6 @@ class Run:
         self.watch = Watch()
         require(config.model, "--model is missing; pass a Hugging Face name or a folder")
         require(config.data, "--data is missing; pass a file or a data set of the hub")
-        require(not config.eval_every or config.eval_data,
-                f"--eval-every {config.eval_every} needs data to measure on; add --eval-data ROWS")
         self.device = join_ranks()
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; use torchrun")
         self.out = from_first_rank(lambda: Path(
@@ -828,9 +825,9 @@ class Run:
         files = {"--model": [*Path(config.model).glob("[!.]*")]}
         for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
             path = MATH if spec == "math" else spec.rpartition(":")[0]
-            require(Path(path).is_file() or ":" not in spec,
-                    f"{flag} {spec}: No such file: {path}; write FILE.py:function")
-            files[flag] = with_imports(path) if os.path.isfile(path) else []
+            require(not path or os.path.isfile(path),
+                    f"{flag} {spec}: No such file: {path}; write FILE.py:function, or copy it there")
+            files[flag] = with_imports(path) if path else []
         for flag in files:
             for name, digest in from_first_rank(lambda: hashes(files[flag])).items():
                 self.fingerprint[f"{flag} {name}"] = digest
@@ -1235,10 +1232,9 @@ def check_output_head(policy: Module, config: Config) -> None:
     theirs = logits[:, :-1].float().log_softmax(-1)
     theirs = theirs.gather(2, ids[:, 1:, None])[..., 0]
     tolerance = 0.005 if policy.dtype == torch.float32 and not policy.is_mixed else 0.05
-    require(logits.isfinite().all(), f"{name}: its logits or its weights contain NaN or infinity")
     require(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance),
             f"{name}: its logits are not hidden states times output embeddings, which token_logps requires, "
-            "or they are random in training")
+            "or they are NaN, infinite or random in training")
     require(getattr(policy.get_output_embeddings(), "bias", None) is None,
             f"{name}: its output head has a bias, which token_logps leaves out")
 
@@ -1350,7 +1346,7 @@ def read_file(path: str, source: str) -> Iterator[dict]:
             yield from pyarrow.parquet.ParquetFile(path).read().to_pylist()
             return
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
-            text = file.read().removeprefix(codecs.BOM_UTF8).strip()
+            text = file.read().removeprefix(b"\xef\xbb\xbf").strip()
         if text.startswith(b"["):
             yield from json.loads(text)
             return
@@ -2003,7 +1999,6 @@ class Reward:
         path, _, name = config.reward.rpartition(":")
         if config.reward == "math":
             path, name = MATH, "math"
-            require(os.path.exists(path), f"--reward math needs the file {path}; copy it there")
         with explained("--reward-args", "pass a JSON object, such as '{\"model\": \"NAME\"}'"):
             settings = dict(json.loads(config.reward_args or "{}"))
         settings = settings if ":" in config.reward else {}  # those of a run, measured with another reward
@@ -2863,7 +2858,7 @@ def parse_config(argv: list[str]) -> Config:
              not config.positive_only or LOSSES[config.loss].unit != "pair"),
             ("--lora-alpha", "--lora", config.lora),
             ("--sampler --temperature --top-p", "--sample-every or --eval-data", reads_samples),
-            ("--eval-samples --eval-prompts", "--eval-data", config.eval_data),
+            ("--eval-every --eval-samples --eval-prompts", "--eval-data", config.eval_data),
             ("--reward-args", "--reward FILE.py:function", ":" in config.reward)):
         for flag in flags.split():
             require(flag not in typed or is_read, f"{flag} needs {needed}")

@@ -436,7 +436,7 @@ def test_with_the_file_alone_no_reward_stops_a_run(alone, tiny):
 def test_the_file_alone_says_what_the_math_reward_needs(alone, tiny, data_files):
     done = alone(*short_run(tiny, data_files["prompts"], "--sample-every 1 --reward math"), "--out", "math")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (alone.folder / "math").exists()
-    assert re.search(r"error: --reward math needs the file .*configs/math_reward\.py; copy it there",
+    assert re.search(r"error: --reward math: No such file: .*configs/math_reward\.py; .*, or copy it there",
                      done.stderr)
 
 

@@ -433,7 +433,7 @@ def test_a_model_whose_log_probs_we_cannot_compute_is_refused(folder, tmp_path, 
 
     for kind, wrong, says in (
             (LlamaForCausalLM, scaled, "its logits are not hidden states times output embeddings"),
-            (LlamaModel, noisy, "or they are random in training")):
+            (LlamaModel, noisy, "infinite or random in training")):
         monkeypatch.setattr(kind, "forward", wrong)
         assert says in refusal(folder("llama3"), tmp_path, capsys, "--dtype", dtype)
 

@@ -83,7 +83,7 @@ def test_a_batch_that_would_differ_from_what_was_asked_gives_a_one_line_error(
     ("layers", "its config.json has no place for ['model.layers.1."),
     ("more", "its config.json has no place for ['model.extra"),
     ("fewer", "its files lack ['model.norm.weight']"),
-    ("nan", "its logits or its weights contain NaN or infinity")])
+    ("nan", "or they are NaN, infinite or random in training")])
 def test_weights_that_do_not_fit_the_config_give_a_one_line_error(
         tiny, data_files, tmp_path, capsys, spoil, expected):
     model = tmp_path / "model"
@@ -174,8 +174,8 @@ def test_a_run_of_another_version_is_reported_as_such(run, tiny, data_files, tmp
 
 @pytest.mark.parametrize("flags, expected", [
     ("--reward nosuchfile.py:f",
-     "--reward nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function"),
-    ("--eval-every 2", "--eval-every 2 needs data to measure on; add --eval-data"),
+     "--reward nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function, or copy"),
+    ("--eval-every 2", "--eval-every needs --eval-data"),
 ])
 def test_a_flag_that_would_do_nothing_gives_a_one_line_error(tiny, data_files, tmp_path, capsys, flags,
                                                              expected):
