@@ -842,9 +842,7 @@ class Run:
         self.sampler, self.policy = sampler, sampler.policy
         self.batches, self.optimizer = batches, optimizer
         batches.fingerprint = self.fingerprint | {"the chat template": str(sampler.tokenizer.chat_template)}
-        self.eval_groups = []
-        if self.eval_rows:
-            self.eval_groups = encode_rows(self.eval_rows, sampler, True, "--eval-data")
+        self.eval_groups = encode_rows(self.eval_rows, sampler, True, "--eval-data")
         # Only now: a process that is stopped writes its last checkpoint, perhaps while this loads the model.
         self.checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
         from_first_rank(lambda: lock(self.out, config, self.stack))
@@ -1533,7 +1531,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
              "are used instead, and their sampler counts as unknown")
     limits = (f"a prompt may have {longest_prompt} tokens, and with its completion {sampler.longest} (the "
               f"model has {sampler.max_positions}); see --max-length, --max-prompt-length and --max-new-tokens")
-    require(groups, f"{flag}: no row is short enough: {limits}")
+    require(groups or not rows, f"{flag}: no row is short enough: {limits}")
     if len(groups) < len(rows):
         warn(f"{flag}: dropped {len(rows) - len(groups)} rows that are too long: {limits}")
     return groups
@@ -2038,15 +2036,15 @@ class Reward:
         0, or the lowest reward among them if that is negative. One warning reports how many failed. Raises
         UserError if no sample of the run ever got a reward."""
         good = [reward for reward in attempted if isinstance(reward, float)]
-        reasons = [reward for reward in attempted if isinstance(reward, str)]
-        if "took longer" in "".join(reasons[:1]):
-            reasons[0] += "; raise --reward-seconds"
+        reason = next((reward for reward in attempted if isinstance(reward, str)), "")
+        if "took longer" in reason:
+            reason += "; raise --reward-seconds"
         self.worked |= bool(good)
-        require(self.worked, f"--reward {self.config.reward} failed on every sample: {''.join(reasons[:1])}")
+        require(self.worked, f"--reward {self.config.reward} failed on every sample: {reason}")
         lowest = min([0.0, *good])
-        if reasons:
-            warn(f"--reward {self.config.reward}: {len(reasons)} of {len(attempted)} samples failed and count "
-                 f"as {lowest:g}; the first reason: {reasons[0]}")
+        if reason:
+            warn(f"--reward {self.config.reward}: {len(attempted) - len(good)} of {len(attempted)} samples failed "
+                 f"and count as {lowest:g}; the first reason: {reason}")
         return [lowest if isinstance(reward, str) else reward for reward in attempted]
 
     def one_by_one(self, *samples: list) -> list:
@@ -2585,8 +2583,8 @@ def copy_full(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded."""
     from torch.distributed.tensor import DTensor, distribute_tensor
     if isinstance(target, DTensor):
-        value = value.to(target.device)
-        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        value = distribute_tensor(
+            value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(value)
 
 # ---------- Checkpoints and the final folder ----------------------------------------------------------------
@@ -3013,11 +3011,9 @@ def describe(run: Run, first: int) -> None:
 def changes(run: Run) -> Iterator[str]:
     """Three held-out prompts, each with a sample and its reward before and after training, as lines of text.
     The first prompt is one whose completion changed."""
-    samples = {0: [], run.batches.steps: []}
-    for line in read_lines(run.out / "eval_rollouts.jsonl"):
-        if line["step"] in samples:
-            samples[line["step"]].append(line)
-    pairs = list(zip(*samples.values()))[:: run.config.eval_samples]  # one per prompt
+    lines = list(read_lines(run.out / "eval_rollouts.jsonl"))
+    samples = ([line for line in lines if line["step"] == step] for step in (0, run.batches.steps))
+    pairs = list(zip(*samples))[:: run.config.eval_samples]  # one per prompt
     first = next((pair for pair in pairs if pair[0]["completion"] != pair[1]["completion"]), None)
     for before, after in sorted(pairs, key=lambda pair: pair is not first)[:3]:
         yield f"prompt  {before['prompt'][-1]['content']!r:.100}"
