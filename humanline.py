@@ -38,7 +38,7 @@ weights, images, tools, and several turns within one rollout.
 # requires-python = ">=3.11"
 # dependencies = [
 #     "torch>=2.13,<2.15",
-#     "transformers>=5.17,<5.25",
+#     "transformers>=5.17,<5.24",
 #     "datasets>=4.0,<6",
 #     "tqdm>=4.66",
 #     "tyro>=1.0,<2",

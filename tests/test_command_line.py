@@ -445,6 +445,7 @@ def test_the_inline_requirements_are_those_of_requirements_txt():
                       re.DOTALL | re.MULTILINE)
     script = tomllib.loads(re.sub("^# ", "", block[1], flags=re.MULTILINE))
     needed = (ROOT / "requirements.txt").read_text().partition("\n#")[0].splitlines()
+    needed = [line.partition("  #")[0] for line in needed]
     (torch_range, *others), (tested, *needed) = script["dependencies"], needed
     assert others == needed and script["requires-python"] == ">=3.11"
     assert Requirement(torch_range).specifier.contains(tested.removeprefix("torch=="))
