@@ -17,8 +17,8 @@ The workload consists of batches of 8 (pairs, examples, or one group of 8 sample
 and completions of 64 to 192 tokens (GRPO: 64 sampled tokens). The model is a random Llama with a vocabulary
 of 32,768, in fp32 on a CPU and bf16 autocast on a GPU, where humanline.py runs with and without torch.compile.
 Times are medians over all rounds and all steps but the first two, on a GPU after a round that warms up. Peak
-memory is that of the whole process, on a GPU that of torch. On a CPU, TRL 1.16 also projects prompts and padding
-to the vocabulary, which its GPU kernels skip; with --compact it skips them.
+memory is that of the whole process, on a GPU that of torch. On a CPU, TRL 1.16 also projects prompts and
+padding to the vocabulary, which its GPU kernels skip; with --compact it skips them.
 """
 
 import contextlib
