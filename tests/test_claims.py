@@ -583,7 +583,9 @@ def test_every_stored_run_is_read_by_a_table(everything):
     for compared in everything.compared.values():
         assert unread_real(compared) == []
         count += sum(len(one.known) for one in compared)
-    of_smollm2 = {"real.jsonl", *(f"real-{task}.jsonl" for task in real.TEMPLATES)}
+    assert all("is_shown" in outcome for outcome in everything.more.values())
+    count += len(everything.more)
+    of_smollm2 = {"real.jsonl", "method.jsonl", *(f"real-{task}.jsonl" for task in real.TEMPLATES)}
     assert files <= of_smollm2 | {f"tuned-{name}.jsonl" for name in TASKS}
     assert count == sum(len((CLAIMS / "results" / name).read_text().splitlines()) for name in files)
 

@@ -14,7 +14,7 @@ SETTINGS = [(name, choice) for name, part in method.PARTS.items() for choice in 
 @pytest.mark.parametrize("name, choice", SETTINGS)
 def test_every_setting_of_the_plan_is_a_valid_command_that_measures_every_8_steps(name, choice):
     part, (form, lr, k) = method.PARTS[name], choice
-    config = humanline.parse_config(["--model", "m", *part.run(choice, 101).flags()])
+    config = humanline.parse_config(["--model", "m", "--eval-data", "d", *part.run(choice, 101).flags()])
     assert (config.loss, config.lr, config.sync_k, config.eval_every) == (part.loss, lr, k, 8)
     assert config.beta == (1.0 if form.endswith("beta 1") else 0.1)
     assert config.humanline == ("plain" not in form and form != "online")
@@ -78,3 +78,20 @@ def test_runs_are_stored_as_they_end_and_offline_runs_wait_for_their_data(tmp_pa
     for seed in (101, 102):
         assert order.index(("draw", seed)) < order.index(("plain", seed))
     assert part.plan(method.read_results()) == part.missing(part.tested(method.read_results()), range(1, 9), {})
+
+
+def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
+    part = method.PARTS["A"]
+    tuning = part.missing(part.tuning, (101, 102), {})
+    known = {run: {"validation": [0.1, 0.5], "validation_kl": [0.0, 3.0]} for run in tuning}
+    text = method.page(known)
+    assert "Incomplete: 24 runs come next." in text and "| plain | 2e-5 | 101, 102 | 0.500 | 3.0 |" in text
+    level = dict(plain=0.5, humanline=0.8, online=0.9)
+    for run in part.plan(known):
+        reward = level[run.form] + 0.001 * (run.seed % 3)
+        measured = dict(reward=reward, kl=3.0, greedy=reward)
+        ends = {"validation": [0.1, reward], "validation_kl": [0.0, 3.0]}
+        known[run] = ends | {"test": measured, "best": measured}
+    text = method.page(known)
+    assert "Complete." in text and "| +0.300 ± 0.000 |" in text and "**held**" in text
+    assert all("is_shown" in outcome for outcome in known.values())

@@ -5,7 +5,7 @@
   python tests/claims/method.py MODEL --parts A --jobs 1
 
 Interrupt it whenever you like: each run is a line of results/method.jsonl, and is not trained again. Every run
-measures on the validation prompts every 8 steps. `reproduce.py` draws the page of these runs, method.md.
+measures on the validation prompts every 8 steps. Once there are some, `reproduce.py` writes their page, method.md.
 
 The design, fixed before the runs. Settings are chosen by the mean validation reward after the last step, over seeds
 101 and 102. Ties go to the lower rate, then to the larger k. No test prompt is used for a choice.
@@ -31,8 +31,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
+
 import real  # first: experiments.py, which it imports, makes humanline importable
+import decide
 import experiments
+from estimates import compare, estimate, markdown, show, show_difference, show_settings, shown
 from experiments import Settings
 
 PATH = real.HERE / "results" / "method.jsonl"
@@ -69,6 +73,11 @@ class Part:
 
     def run(self, choice: Choice, seed: int) -> Run:
         return Run(self.task, self.loss, *choice, seed)
+
+    def stored(self, known: Known) -> Known:
+        """The stored runs of this part."""
+        asked = {self.run(choice, seed) for choice in self.tuning for seed in (*real.TUNING_SEEDS, *self.test_seeds)}
+        return {run: outcome for run, outcome in known.items() if run in asked}
 
     def missing(self, choices: list[Choice], seeds, known: Known) -> list[Run]:
         runs = [self.run(choice, seed) for seed in seeds for choice in choices]
@@ -137,6 +146,59 @@ PARTS = {
 
 def read_results() -> Known:
     return experiments.read_results(PATH, Run)
+
+# ---------- The page ----------------------------------------------------------------------------------------
+
+def page(known: Known) -> str:
+    text = [
+        "# Method or task? More runs of DPO, KTO and GRPO on SmolLM2",
+        f"{len(known)} runs of [method.py](method.py), which says what each part asks. ± is half of the 95% interval "
+        "over seeds; differences are paired by seed.",
+    ]
+    for name, part in PARTS.items():
+        if runs := part.stored(known):
+            missing = len(part.plan(known))
+            state = f"Incomplete: {missing} runs come next." if missing else "Complete."
+            text += [f"## {name}: {part.loss.upper()} on *{part.task}*", state, tuning_table(runs), *test_tables(part, runs)]
+    return "\n\n".join(text) + "\n"
+
+def by_choice(runs: Known) -> dict[Choice, dict[int, dict]]:
+    """Outcomes by setting and seed."""
+    found: dict[Choice, dict[int, dict]] = {}
+    for run, outcome in runs.items():
+        found.setdefault((run.form, run.lr, run.k), {})[run.seed] = outcome
+    return found
+
+def tuning_table(runs: Known) -> str:
+    rows = []
+    for (form, *setting), outcomes in by_choice({run: runs[run] for run in runs if not run.is_test}).items():
+        ends = {what: [one[what][-1] for one in shown(outcomes.values())] for what in ("validation", "validation_kl")}
+        seeds = ", ".join(map(str, sorted(outcomes)))
+        means = [f"{fmean(ends['validation']):.3f}", f"{fmean(ends['validation_kl']):.1f}"]
+        rows.append([form, show_settings(*setting), seeds, *means])
+    return markdown("| tuning | lr, k | seeds | validation reward | KL to the base, nats |", rows)
+
+def test_tables(part: Part, runs: Known) -> list[str]:
+    """The test runs, and for parts with plain, humanline and online the decision."""
+    tests = by_choice({run: runs[run] for run in runs if run.is_test})
+    if not tests:
+        return []
+    plain = next((outcomes for (form, *_), outcomes in tests.items() if form.startswith("plain")), {})
+    rows = []
+    for (form, *setting), outcomes in tests.items():
+        common = sorted(outcomes.keys() & plain.keys())
+        ends = [np.array([some[seed]["test"]["reward"] for seed in common]) for some in (outcomes, plain)]
+        measured = [estimate(one[model][what] for one in shown(outcomes.values()))
+                    for model, what in (("test", "reward"), ("test", "kl"), ("best", "reward"), ("test", "greedy"))]
+        difference = show_difference(compare(*ends)) if common and outcomes is not plain else ""
+        rows.append([form, show_settings(*setting), f"{len(outcomes)}", *map(show, measured), difference])
+    head = "| test | lr, k | seeds | reward, final | KL, final | reward, best | greedy | − plain |"
+    forms = {form: outcomes for (form, *_), outcomes in tests.items()}
+    rewards = [np.array([forms[form][seed]["test"]["reward"] for seed in part.test_seeds])
+               for form in real.FORMS["dpo"] if forms.get(form, {}).keys() >= set(part.test_seeds)]
+    if len(rewards) < 3:
+        return [markdown(head, rows)]
+    return [markdown(head, rows), decide.decision_table(decide.decide({part.loss: tuple(rewards)}))]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

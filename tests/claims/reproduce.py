@@ -25,6 +25,7 @@ import decide
 import experiments
 import eval as evaluation
 import first_real
+import method
 from estimates import (
     MARGIN,
     compare,
@@ -698,7 +699,7 @@ def methods_table(tasks: list[Tuned], compared: list[decide.Compared]) -> str:
     """pass@1 on the tiny models, and the reward of those runs on SmolLM2 that real.py tuned."""
     with_k = lambda ends, k: show(estimate(ends)) + (f", k {k}" if k else "")
     rows = []
-    for loss, (method, names) in itertools.product(FORMS_OF, IN_REPORT.items()):
+    for loss, (way, names) in itertools.product(FORMS_OF, IN_REPORT.items()):
         row = []
         for tuned in tasks:
             forms = [tuned.forms[loss, name] for name in names if (loss, name) in tuned.forms]
@@ -709,7 +710,7 @@ def methods_table(tasks: list[Tuned], compared: list[decide.Compared]) -> str:
                 name = one.best_of(names)
                 row.append(with_k(one.rewards("test", name)[0], one.settings[name][1]) if name else "")
         if any(row):
-            rows.append([f"{loss.upper()}, {method}", *row])
+            rows.append([f"{loss.upper()}, {way}", *row])
     on_smollm2 = "".join(f" SmolLM2, {task} |" for task in dict.fromkeys(one.task for one in compared))
     return markdown("| pass@1, or reward, at the end" + ON_TASKS + on_smollm2, rows)
 
@@ -912,6 +913,7 @@ class Everything:
         }
         self.smollm2 = {(cell.task, cell.loss): first_real.facts_of(cell) for cell in self.cells}
         self.compared = decide.read_tasks()
+        self.more = method.read_results()
         decided = {
             (one.task, one.loss): one
             for one in itertools.chain(*self.compared.values())
@@ -936,6 +938,8 @@ class Everything:
         texts["real.md"] = first_real.page(self.cells, list(self.smollm2.values()))
         for task, compared in self.compared.items():
             texts[f"real-{task}.md"] = decide.page(task, compared, self.decisions[task])
+        if self.more:
+            texts["method.md"] = method.page(self.more)
         measures = measures_table(self.tasks, self.on_smollm2)
         clip = f"{ratio_clip(self.tasks, self.cells)}\n\n{ABOUT_STOPPED}\n\n{stopped_table(self.tasks)}"
         corrected = corrected_table(self.tasks, self.on_smollm2)
