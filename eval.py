@@ -935,6 +935,7 @@ def winrate(flags: Winrate) -> None:
     judge = load_judge(flags.judge, config) if flags.judge else None
     sampler = load(config, rewarded=judge is None)
     reward = sampler.reward
+    sampler.check_columns(rows)
     humanline.find_special_tokens(rows, sampler, "--data")  # removes stop tokens at the end of answers
     sampler.reward = None  # both sides are rewarded together, below
 

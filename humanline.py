@@ -802,6 +802,8 @@ class Run:
         self.watch = Watch()
         require(config.model, "--model is missing; pass a Hugging Face name or a folder")
         require(config.data, "--data is missing; pass a file or a data set of the hub")
+        require(not config.eval_every or config.eval_data,
+                f"--eval-every {config.eval_every} needs data to measure on; add --eval-data ROWS")
         self.device = join_ranks()
         require(not config.shard or dist.is_initialized(), "--shard needs several ranks; use torchrun")
         self.out = from_first_rank(lambda: Path(
@@ -1486,6 +1488,7 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
     config, tokenizer = sampler.config, sampler.tokenizer
     find_special_tokens(rows, sampler, flag)
     if online:
+        sampler.check_columns(rows)
         rows = [dataclasses.replace(row, completions=[], tokens=[]) for row in rows]
     has_answers = any(turn["role"] == "assistant" for row in rows for turn in row.prompt)
     if flag == "--data" and has_answers and not tokenizer.chat_template:
@@ -1775,6 +1778,14 @@ class Sampler:
         # Loading a reward can take long.
         self.reward = Reward(config) if config.sample_every or config.eval_data else None
 
+    def check_columns(self, rows: list[Row]) -> None:
+        """Raises UserError for the first row without a column that the reward needs."""
+        name = self.config.reward
+        columns = NEEDED_COLUMNS.get(name) if self.reward else None
+        for row in rows if columns else ():
+            require(any(row.fields.get(column) is not None for column in columns),
+                    f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
+
     def texts(self, completions: list[list[int]]) -> list[str]:
         """Completions as text, without stop tokens, BOS and padding. Other special tokens are kept: thoughts
         may begin and end with them."""
@@ -1983,6 +1994,7 @@ def find_stop_ids(policy: Module, tokenizer: Any) -> list[int]:
 # A number for each completion. A failure stops the run only if no sample has had a reward.
 
 CONFIGS = Path(__file__).with_name("configs")
+NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # a row needs one of them
 MATH = str(CONFIGS / "math_reward.py")
 
 class Reward:
@@ -2043,8 +2055,8 @@ class Reward:
         require(self.worked, f"--reward {self.config.reward} failed on every sample: {reason}")
         lowest = min([0.0, *good])
         if reason:
-            warn(f"--reward {self.config.reward}: {len(attempted) - len(good)} of {len(attempted)} samples failed "
-                 f"and count as {lowest:g}; the first reason: {reason}")
+            warn(f"--reward {self.config.reward}: {len(attempted) - len(good)} of {len(attempted)} samples "
+                 f"failed and count as {lowest:g}; the first reason: {reason}")
         return [lowest if isinstance(reward, str) else reward for reward in attempted]
 
     def one_by_one(self, *samples: list) -> list:
@@ -2704,6 +2716,15 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
             return path
         require(config.resume == "latest", f"{path}: {damage}")
         warn(f"{path}: {damage}; trying the previous one")
+    file = out / "config.toml"
+    if file.exists():  # the run starts afresh
+        with explained(f"--resume {config.resume}: {file}", "choose another folder"):
+            before = tomllib.loads(file.read_text(encoding="utf-8"))
+        now = tomllib.loads(to_toml(config))
+        for name in sorted((before | now).keys() - FREE_ON_RESUME):
+            require(before.get(name) == now.get(name),
+                    f"--resume {config.resume}: the run in {out} has another {flag_of(name)}; add --config "
+                    f"{file}, or choose another folder")
     return None
 
 # Settings that may change on resume: what is written, what affects the result by rounding alone, and what can
@@ -2856,7 +2877,7 @@ def parse_config(argv: list[str]) -> Config:
              not config.positive_only or LOSSES[config.loss].unit != "pair"),
             ("--lora-alpha", "--lora", config.lora),
             ("--sampler --temperature --top-p", "--sample-every or --eval-data", reads_samples),
-            ("--eval-every --eval-samples --eval-prompts", "--eval-data", config.eval_data),
+            ("--eval-samples --eval-prompts", "--eval-data", config.eval_data),
             ("--reward-args", "--reward FILE.py:function", ":" in config.reward)):
         for flag in flags.split():
             require(flag not in typed or is_read, f"{flag} needs {needed}")

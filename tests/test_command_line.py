@@ -223,6 +223,7 @@ BAD_ROWS = [  # (loss and flags, rows, complaint)
      r"row 1: the content of a message is \['a'\]; it must be a string"),
     ("grpo", [{"prompt": "a", "answer": "b"}],
      r"row 1: no completions with rewards or labels among its columns prompt, answer; rename them as in the"),
+    ("grpo --sample-every 1", [{"prompt": "a"}], r"row 1: no answer; --reward exact"),
     ("grpo", [dict(GROUP, prompt="p" * 100)], r"no row is short enough: a prompt may have 64 tokens"),
     ("dpo", [], r"no rows"),
 ]

@@ -1,6 +1,7 @@
 """Faults: kills, signals, damaged files, a full disk, too little memory, two runs in the same folder."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -186,6 +187,8 @@ def test_a_damaged_checkpoint_is_always_noticed_and_the_one_before_is_used(run, 
     for path in (newest, before, folder / "step-00000001"):
         (path / "tensors.safetensors").write_bytes(b"")
     assert humanline.find_checkpoint(config, folder.parent) is None
+    with pytest.raises(humanline.UserError, match=f"has another --data; add --config {settings}, or"):
+        humanline.find_checkpoint(dataclasses.replace(config, data=()), folder.parent)
     with pytest.raises(humanline.UserError, match="damaged: tensors.safetensors"):
         humanline.find_checkpoint(humanline.Config(resume=str(newest)), folder.parent)
 

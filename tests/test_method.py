@@ -14,7 +14,7 @@ SETTINGS = [(name, choice) for name, part in method.PARTS.items() for choice in 
 @pytest.mark.parametrize("name, choice", SETTINGS)
 def test_every_setting_of_the_plan_is_a_valid_command_that_measures_every_8_steps(name, choice):
     part, (form, lr, k) = method.PARTS[name], choice
-    config = humanline.parse_config(["--model", "m", "--eval-data", "d", *part.run(choice, 101).flags()])
+    config = humanline.parse_config(["--model", "m", *part.run(choice, 101).flags()])
     assert (config.loss, config.lr, config.sync_k, config.eval_every) == (part.loss, lr, k, 8)
     assert config.beta == (1.0 if form.endswith("beta 1") else 0.1)
     assert config.humanline == ("plain" not in form and form != "online")

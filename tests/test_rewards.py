@@ -692,6 +692,8 @@ def test_a_reward_that_fails_when_a_run_resumes_does_not_stop_it(run, tmp_path, 
     ("missing.py:f", r"--reward missing.py:f: .*No such file.*missing.py.*; write FILE.py:function"),
     ("empty.py:f", r"--reward empty.py:f: AttributeError: .*no attribute 'f'"),
     ("model:tiny", r"--reward model:tiny: .*such as the reward model configs/model_reward.py:score"),
+    ("math", r"rows.jsonl row 2: no answer and no solution; --reward math"),
+    ("exact", r"rows.jsonl row 2: no answer; --reward exact"),
 ])
 def test_an_impossible_reward_gives_a_one_line_error_before_training(
         tiny, tmp_path, monkeypatch, capsys, reward, expected):

@@ -175,7 +175,7 @@ def test_a_run_of_another_version_is_reported_as_such(run, tiny, data_files, tmp
 @pytest.mark.parametrize("flags, expected", [
     ("--reward nosuchfile.py:f",
      "--reward nosuchfile.py:f: No such file: nosuchfile.py; write FILE.py:function, or copy"),
-    ("--eval-every 2", "--eval-every needs --eval-data"),
+    ("--eval-every 2", "--eval-every 2 needs data to measure on; add --eval-data"),
 ])
 def test_a_flag_that_would_do_nothing_gives_a_one_line_error(tiny, data_files, tmp_path, capsys, flags,
                                                              expected):
