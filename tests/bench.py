@@ -166,8 +166,8 @@ class Clock(TrainerCallback):
 def train(folder, loss, load):
     module, clock = trl, Clock()
     if load["compact"]:
-        import trl.trainer.utils
-        trl.trainer.utils._use_triton = lambda device: True
+        from trl.trainer import utils
+        utils._use_triton = lambda device: True
     settings = dict(output_dir=folder + "/trl", per_device_train_batch_size=load["batch"],
                     max_steps=load["steps"], report_to=[], save_strategy="no", logging_steps=1000,
                     use_cpu=not gpu, bf16=gpu or load["mixed"], gradient_checkpointing=False, disable_tqdm=True)
@@ -447,7 +447,7 @@ def readme_table() -> list[str]:
 
     return [
         row("DPO", "DPO", "small", "real"),
-        row("DPO, TRL with `--compact`", "DPO", "compact"),
+        row("DPO, `--compact`", "DPO", "compact"),
         row("KTO", "KTO", "small", "real"),
         row("GRPO, with sampling", "GRPO", "small", "real"),
     ]
