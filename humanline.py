@@ -821,12 +821,12 @@ class Run:
         # Must be the same on resume.
         content = hashlib.sha256()
         for row in rows:
-            text = json.dumps(vars(row), default=str)  # of images in unread columns, too
-            content.update(re.sub(" at 0x[0-9A-Fa-f]+", "", text).encode())
+            # Of what JSON lacks, such as an image in a column that is not read, the type is enough.
+            content.update(json.dumps(vars(row), default=lambda value: type(value).__name__).encode())
         self.fingerprint = {"--data": content.hexdigest()}
         files = {"--model": [*Path(config.model).glob("[!.]*")]}
         for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
-            path = MATH if spec == "math" else spec.rpartition(":")[0]
+            path, _ = function_file(spec)
             require(not path or os.path.isfile(path),
                     f"{flag} {spec}: No such file: {path}; write FILE.py:function, or copy it there")
             files[flag] = with_imports(path) if path else []
@@ -849,7 +849,7 @@ class Run:
         self.checkpoint = from_first_rank(lambda: find_checkpoint(config, self.out))
         from_first_rank(lambda: lock(self.out, config, self.stack))
         if config.sampler != "generate":
-            path, _, name = config.sampler.rpartition(":")
+            path, name = function_file(config.sampler)
             with explained(f"--sampler {config.sampler}", "see the docstring of configs/external.py"):
                 sampler.external = runpy.run_path(path)[name](self).__call__  # fails for None
         first = 1
@@ -1786,12 +1786,6 @@ class Sampler:
             require(any(row.fields.get(column) is not None for column in columns),
                     f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
 
-    def texts(self, completions: list[list[int]]) -> list[str]:
-        """Completions as text, without stop tokens, BOS and padding. Other special tokens are kept: thoughts
-        may begin and end with them."""
-        hidden = {self.tokenizer.bos_token_id, self.tokenizer.pad_token_id, *self.stop_ids}
-        return self.tokenizer.batch_decode([[i for i in ids if i not in hidden] for ids in completions])
-
     def draw_rollouts(self, prompts: list[Group], rows: list[Row], size: int, step: int,
                       greedy: bool = False) -> list[Group]:
         """Sample `size` completions for each prompt and reward them. The samples are a function of --seed, of
@@ -1844,28 +1838,28 @@ class Sampler:
             raise ValueError(f"{drawn!r:.80} is not {count} completions of token ids and log-probs")
         return completions
 
-    def plan_calls(self, repeated: list[Group]) -> dict[int, list[int]]:
-        """Split sampling into calls of `generate`. Returns those of this rank: for the number of each call
-        among all ranks' calls, indices into `repeated`. All ranks have equally many, because FSDP requires
-        it; calls that are made twice change nothing."""
+    def draw(self, repeated: list[Group], step: int, greedy: bool) -> dict[int, Completion]:
+        """The completions of this rank, by their index into `repeated`. All ranks make equally many calls of
+        `generate`, because FSDP requires it; a call that is made twice changes nothing."""
         most = math.ceil(len(repeated) / WORLD_SIZE)
         widths = [len(group.prompt) + self.config.max_new_tokens for group in repeated]
         calls = [packed[start : start + most] for packed in pack(widths, self.config.sample_tokens)
                  for start in range(0, len(packed), most)]
-        turns = math.ceil(len(calls) / WORLD_SIZE)
-        mine = [(turn * WORLD_SIZE + RANK) % len(calls) for turn in range(turns)]
-        return {number: calls[number] for number in mine}
-
-    def draw(self, repeated: list[Group], step: int, greedy: bool) -> dict[int, Completion]:
-        """The completions of this rank, by their index into `repeated`."""
+        mine = range(RANK, math.ceil(len(calls) / WORLD_SIZE) * WORLD_SIZE, WORLD_SIZE)
         drawn = {}
-        bar = tqdm(self.plan_calls(repeated).items(), "drawing", leave=False, delay=1, disable=RANK > 0 or None)
         with gathered(self.policy) if self.config.shard else contextlib.nullcontext():
-            for number, places in bar:
-                ids = [repeated[i].prompt for i in places]
+            for turn in tqdm(mine, "drawing", leave=False, delay=1, disable=RANK > 0 or None):
+                number = turn % len(calls)
+                ids = [repeated[i].prompt for i in calls[number]]
                 seed = seed_for(self.config.seed, "draw", step, number)
-                drawn |= zip(places, sample(self.policy, ids, self.stop_ids, self.config, seed, greedy))
+                drawn |= zip(calls[number], sample(self.policy, ids, self.stop_ids, self.config, seed, greedy))
         return drawn
+
+    def texts(self, completions: list[list[int]]) -> list[str]:
+        """Completions as text, without stop tokens, BOS and padding. Other special tokens are kept: thoughts
+        may begin and end with them."""
+        hidden = {self.tokenizer.bos_token_id, self.tokenizer.pad_token_id, *self.stop_ids}
+        return self.tokenizer.batch_decode([[i for i in ids if i not in hidden] for ids in completions])
 
 @contextlib.contextmanager
 def gathered(policy: Module) -> Iterator[None]:
@@ -1995,7 +1989,11 @@ def find_stop_ids(policy: Module, tokenizer: Any) -> list[int]:
 
 CONFIGS = Path(__file__).with_name("configs")
 NEEDED_COLUMNS = {"exact": ["answer"], "math": ["answer", "solution"]}  # a row needs one of them
-MATH = str(CONFIGS / "math_reward.py")
+
+def function_file(spec: str) -> tuple[str, str]:
+    """The file and the function that --reward or --sampler names; without a file it is built in."""
+    path, _, name = spec.rpartition(":")
+    return (str(CONFIGS / "math_reward.py") if spec == "math" else path), name
 
 class Reward:
     """The reward that --reward names, as a function(prompts, completions, rows) that returns a finite float
@@ -2006,9 +2004,7 @@ class Reward:
     def __init__(self, config: Config):
         self.config = config
         self.worked = False  # whether any sample of the run ever got a reward
-        path, _, name = config.reward.rpartition(":")
-        if config.reward == "math":
-            path, name = MATH, "math"
+        path, name = function_file(config.reward)
         with explained("--reward-args", "pass a JSON object, such as '{\"model\": \"NAME\"}'"):
             settings = dict(json.loads(config.reward_args or "{}"))
         settings = settings if ":" in config.reward else {}  # those of a run, measured with another reward
@@ -2021,27 +2017,31 @@ class Reward:
     def __call__(self, *samples: list) -> list[float]:
         return self.settle(self.attempt(*samples))
 
-    def attempt(self, *samples: list) -> list[float | str]:
-        """Reward all samples in one call; if that fails, one at a time. Returns the reward of each sample, or
-        why it has none."""
-        reason = None
+    def attempt(self, *samples: list, again: bool = True) -> list[float | str]:
+        """Reward all samples in one call; if that fails, one at a time, until failures in a row have taken three
+        times --reward-seconds. Returns the reward of each sample, or why it has none."""
+        count = len(samples[0])
         try:
-            values = self.call(*samples)
+            values = self.function(*samples)
+            if not isinstance(values, list) or len(values) != count:
+                raise ValueError(f"it returned {values!r:.60} for {count} completions")
+            return [float(value) if isinstance(value, (int, float)) and abs(value) < 1e100 else f"{value!r:.200}"
+                    for value in values]
         except Exception as error:
-            values, reason = self.one_by_one(*samples), error
-        good = [isinstance(value, (int, float)) and abs(value) < 1e100 for value in values]
-        if reason and all(good):
-            warn(f"--reward {self.config.reward} failed on {len(good)} samples together, and is called for "
-                 f"each of them, which is slower: {reason!r:.200}")
-        return [float(value) if is_good else f"{value!r:.200}"
-                for value, is_good in zip(values, good)]
-
-    def call(self, *samples: list) -> list:
-        """What the function returns. Raises ValueError unless that is one value for each completion."""
-        values, count = self.function(*samples), len(samples[0])
-        if not isinstance(values, list) or len(values) != count:
-            raise ValueError(f"it returned {values!r:.60} for {count} completions")
-        return values
+            reason = result = f"{error!r:.200}"
+        if not again:
+            return [reason]
+        results, lost = [], 0.0
+        for sample in zip(*samples):
+            if lost < 3 * self.config.reward_seconds:  # afterwards every sample keeps the last reason
+                started = time.perf_counter()
+                [result] = self.attempt(*([part] for part in sample), again=False)
+                lost = 0.0 if isinstance(result, float) else lost + time.perf_counter() - started
+            results.append(result)
+        if all(isinstance(result, float) for result in results):
+            warn(f"--reward {self.config.reward} failed on {count} samples together, and is called for each of "
+                 f"them, which is slower: {reason}")
+        return results
 
     def settle(self, attempted: list[float | str]) -> list[float]:
         """Replace the reasons in the results of `attempt`, gathered from all ranks: a sample that failed gets
@@ -2052,28 +2052,13 @@ class Reward:
         if "took longer" in reason:
             reason += "; raise --reward-seconds"
         self.worked |= bool(good)
-        require(self.worked, f"--reward {self.config.reward} failed on every sample: {reason}")
+        if not self.worked:
+            raise UserError(f"--reward {self.config.reward} failed on every sample: {reason}")
         lowest = min([0.0, *good])
         if reason:
             warn(f"--reward {self.config.reward}: {len(attempted) - len(good)} of {len(attempted)} samples "
                  f"failed and count as {lowest:g}; the first reason: {reason}")
         return [lowest if isinstance(reward, str) else reward for reward in attempted]
-
-    def one_by_one(self, *samples: list) -> list:
-        """The reward of each sample, or the reason why it failed; stops when failures in a row have taken
-        three times --reward-seconds."""
-        values, lost = [], 0.0
-        for sample in zip(*samples):
-            if lost < 3 * self.config.reward_seconds:  # afterwards every sample keeps the last reason
-                started = time.perf_counter()
-                try:
-                    [value] = self.call(*([part] for part in sample))
-                    lost = 0.0
-                except Exception as error:
-                    value = error
-                    lost += time.perf_counter() - started
-            values.append(value)
-        return values
 
 def exact_reward(prompts: list, completions: list[str], rows: list[dict]) -> list[float]:
     """1 for a completion that equals the row's `answer`, or one of its answers, up to surrounding spaces."""
@@ -2553,17 +2538,17 @@ def join_ranks() -> torch.device:
         RANK, WORLD_SIZE = dist.get_rank(), dist.get_world_size()
     return device
 
+def in_order(values: dict[int, Any]) -> list:
+    """The values of all ranks, in the order of their keys."""
+    everything = {key: value for part in gather_from_ranks(values) for key, value in part.items()}
+    return [everything[key] for key in sorted(everything)]
+
 def gather_from_ranks(value: Any) -> list:
     """The objects of all ranks, on every rank."""
     values = [value] * WORLD_SIZE
     if WORLD_SIZE > 1:
         dist.all_gather_object(values, value)
     return values
-
-def in_order(values: dict[int, Any]) -> list:
-    """The values of all ranks, in the order of their keys."""
-    everything = {key: value for part in gather_from_ranks(values) for key, value in part.items()}
-    return [everything[key] for key in sorted(everything)]
 
 def from_first_rank(make: Callable[[], Any]) -> Any:
     """The result of make() on rank 0, or the UserError that it raises, on every rank."""
