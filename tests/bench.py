@@ -10,6 +10,8 @@
   python tests/bench.py --what lora --real FOLDER        # adapters and full weights
   python tests/bench.py --gpu                            # GPU sizes: 0.5 B parameters, 256 to 768 tokens
   python tests/bench.py --compact                        # let TRL skip prompts and padding on a CPU, too
+  python tests/bench.py --thin                           # 30 layers of width 32: the time outside of products
+  python tests/bench.py --thin --what decoding           # where it goes while sampling
   python tests/bench.py --store                          # also add the ratios to claims/results/bench.jsonl
   python tests/bench.py --what table                     # the README's table, from that file
 
@@ -34,11 +36,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, TextIO
+from unittest import mock
 
 import torch
 import tyro
@@ -74,6 +78,9 @@ class Workload:
 GPU = Workload(
     vocabulary=151_936, prompt=256, low=256, high=768, new=256, hidden=896, inner=4864, layers=24, heads=14
 )
+
+# So little arithmetic that a step takes what the host needs. OMP_NUM_THREADS=1 gives both programs one thread.
+THIN = Workload(vocabulary=512, hidden=32, inner=64, layers=30, heads=2)
 
 
 # A reward that differs between samples, as real rewards do.
@@ -532,12 +539,41 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
         per_cpu_second = statistics.median(busy[name][1:])
         rows.append([name, f"{rate:,.0f}", f"{rate / first:.2f}", f"{per_cpu_second:,.0f}"])
     table(rows)
+    groups = [prompts[i - i % 8] for i in range(count)]
+    parts = parts_of(partial(humanline.sample, policy, groups, stops, config, 0), policy)
+    table([["of the trainer's time, groups of 8", "ms", "share"], *parts])
+
+
+def parts_of(draw: Callable, policy: torch.nn.Module) -> list[list[str]]:
+    """Where the time of a drawing goes: the pass over the prompts, `generate` itself, our choice of tokens, and the
+    lists of the result."""
+    import humanline
+
+    seconds = Counter()
+
+    def timed(name: str, function: Callable) -> Callable:
+        def wrapped(*args, **named):
+            start = time.perf_counter()
+            result = function(*args, **named)
+            seconds[name] += time.perf_counter() - start
+            return result
+
+        return wrapped
+
+    with mock.patch.object(humanline, "prompt_cache", timed("the prompts' own pass", humanline.prompt_cache)), \
+            mock.patch.object(humanline, "draw_tokens", timed("choice of tokens", humanline.draw_tokens)), \
+            mock.patch.object(policy, "generate", timed("generate", policy.generate)):
+        timed("all", draw)()
+    whole = seconds.pop("all")
+    seconds["generate"] -= seconds["choice of tokens"]  # it calls it
+    seconds["lists of the result"] = whole - seconds.total()
+    return [[name, f"{1000 * value:.1f}", f"{value / whole:.0%}"] for name, value in seconds.items()]
 
 
 def main(what: list[Literal["steps", "overhead", "online", "decoding", "lora", "table"]] = ["steps"],
          losses: list[str] = ["dpo", "kto", "grpo"], rounds: int = 3, trl_python: str | None = None,
          old: Path | None = None, gpu: bool = False, train_steps: int = 8, real: str | None = None,
-         store: bool = False, compact: bool = False) -> None:
+         store: bool = False, compact: bool = False, thin: bool = False) -> None:
     """Run benchmarks and print a table of each.
 
     Args:
@@ -551,11 +587,12 @@ def main(what: list[Literal["steps", "overhead", "online", "decoding", "lora", "
         real: folder of a real model, for steps, decoding and lora. Default: a random model, or the demo.
         store: add what `steps` measures beside TRL to claims/results/bench.jsonl.
         compact: let TRL skip prompts and padding on a CPU, as on a GPU.
+        thin: use a model of 30 layers of width 32.
     """
     if "table" in what:
         print(*readme_table(), sep="\n")
         return
-    load = replace(GPU if gpu else Workload(), steps=train_steps, compact=compact)
+    load = replace(GPU if gpu else THIN if thin else Workload(), steps=train_steps, compact=compact)
     if trl_python is None:
         with contextlib.suppress(ImportError):
             import trl  # noqa: F401
@@ -567,7 +604,7 @@ def main(what: list[Literal["steps", "overhead", "online", "decoding", "lora", "
         for kind in what:
             of_kind = replace(load, new=256) if kind == "online" else load
             is_real = kind == "steps" and real is not None
-            of_cpu = "real" if is_real else "compact" if compact else "small"
+            of_cpu = "real" if is_real else "compact" if compact else "thin" if thin else "small"
             workload = ("real-" * is_real + "gpu" if gpu else of_cpu) if store else ""
             folder = Path(temporary, f"{is_real}-{of_kind.new}")
             if is_real:
