@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "claims")]
 
 import pytest
 import torch
+import torch.distributed.run
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,8 +34,9 @@ for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP
         signal.signal(number, handler)
 
 
-SLOW = ("compiled runs, 50 kills, ranks that are killed or stopped under torchrun, all hostile answers, dry "
-        "runs of the configs, the experiments in small, and making the demo again")
+SLOW = ("the whole demo, compiled runs, 50 kills, ranks that are killed or stopped under torchrun, a reward "
+        "model in its process, all hostile answers, more combinations against plain.py, on two ranks and in TRL, "
+        "dry runs of the configs, the experiments in small, and making the demo again")
 
 
 def pytest_addoption(parser):
@@ -287,30 +289,23 @@ def ask(tmp_path, monkeypatch, capsys):
 
 # Several ranks.
 
-# Of a sharded model torch keeps the group's threads; one that outlives the interpreter can abort it.
-END = """
-import os, sys
-sys.stdout.flush()
-os._exit(0)
-"""
+def in_two_ranks(driver: Path, first_import: str = "torch") -> tuple[str, str]:
+    """Run torchrun DRIVER with two ranks, which are forks of a process that has imported what they need.
+    Returns stdout and stderr."""
+    done = finished(torch.distributed.run.__file__, "--standalone", "--nproc_per_node=2", "--start-method=fork",
+                    "--run-path", driver, before=(importlib.import_module, first_import))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, done.stderr
 
 
-def torchrun(*args: Path | str) -> subprocess.Popen:
-    """Run torchrun ARGS with two ranks of one thread each."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-            *map(str, args)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def train_on_two_ranks(home: Path, runs: list[list[str]], root: Path = ROOT,
-                       after: str = "") -> tuple[str, str]:
+def train_on_two_ranks(home: Path, runs: list[list[str]], root: Path = ROOT, after: str = "",
+                       first_import: str = "torch") -> tuple[str, str]:
     """Train each list of flags with the humanline.py in `root`, all of them in one torchrun, because starting
     torch costs more than the runs. `after` is code that follows. Returns stdout and stderr."""
     (home / "runs.json").write_text(json.dumps(runs))
     (home / "driver.py").write_text(f"""
 import json, os, sys
-sys.path.insert(0, {str(root)!r})
+sys.path[:0] = [{str(root)!r}, {str(home)!r}]
 import torch, humanline
 torch.set_num_threads(1)
 for flags in json.load(open({str(home / "runs.json")!r})):
@@ -319,11 +314,8 @@ for flags in json.load(open({str(home / "runs.json")!r})):
         print(humanline.last_line(run))
 {after}
 torch.distributed.destroy_process_group()
-{END}""")
-    process = torchrun(home / "driver.py")
-    output, error = process.communicate(timeout=600)
-    assert process.returncode == 0, error[-3000:]
-    return output, error
+""")
+    return in_two_ranks(home / "driver.py", first_import)
 
 
 def agree(expected: Path, folder: Path, tolerance: float = 1e-5) -> None:

@@ -1,18 +1,19 @@
 """Several ranks: real processes started by torchrun, compared with a single process."""
 
 import functools
-import itertools
 import json
+import os
 import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, agree, metrics, torchrun, train_on_two_ranks
+from conftest import ROOT, agree, metrics, runs_slow, train_on_two_ranks
 
 import humanline
 
@@ -21,9 +22,12 @@ SYNCED = "--sync-k 3"
 SOURCES = {"offline": SYNCED, "drawn": f"{SYNCED} {DRAWN}", "baseline": f"--no-humanline {DRAWN}",
            "better": f"{SYNCED} --positive-only",
            "kl": f"--no-humanline {DRAWN} --kl-beta 0.1 --temperature 0.8"}
-CASES = list(itertools.product(("grpo", "dpo", "kto"), ("offline", "drawn"), ("ddp", "fsdp")))
-CASES += [("grpo", "baseline", "ddp"), ("grpo", "baseline", "fsdp"), ("grpo", "better", "ddp"),
-          ("kto", "better", "fsdp"), ("grpo", "kl", "ddp"), ("grpo", "kl", "fsdp")]
+# Each loss, each source and each way of training; the others with --slow.
+CASES = [("grpo", "offline", "ddp"), ("grpo", "drawn", "fsdp"), ("dpo", "offline", "fsdp"),
+         ("dpo", "drawn", "ddp"), ("kto", "offline", "ddp"), ("kto", "drawn", "fsdp"),
+         ("grpo", "baseline", "ddp"), ("grpo", "kl", "fsdp"), ("kto", "better", "fsdp")]
+MORE = [(loss, source, {"ddp": "fsdp", "fsdp": "ddp"}[how]) for loss, source, how in CASES[:-1]]
+MORE += [("grpo", "better", "ddp")]
 LONELY = "--batch-size 1 --steps 4"  # of two ranks one has nothing to do
 
 
@@ -112,12 +116,13 @@ for first, second in PAIRS:
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny, data_files, varied, flags_of, tmp_path_factory):
+def ranks(request, tiny, data_files, varied, flags_of, tmp_path_factory):
     """What two ranks did in one torchrun. The first run joins them; the others find them joined, as by a
     program that calls `train`."""
     home = tmp_path_factory.mktemp("ranks")
     more = {"ddp": "", "fsdp": "--shard"}
-    flags = {case: flags_of(*case[:2], more[case[2]]) for case in CASES}
+    cases = CASES + MORE * runs_slow(request.config)
+    flags = {case: flags_of(*case[:2], more[case[2]]) for case in cases}
     flags |= {f"lonely-{how}": flags_of("dpo", "offline", f"{LONELY} {more[how]}") for how in more}
     flags["stopped"] = flags_of("dpo", "offline", "--track stopper")
     flags["resumed"] = flags_of("grpo", "drawn", "--shard --track stopper")
@@ -137,7 +142,8 @@ def ranks(tiny, data_files, varied, flags_of, tmp_path_factory):
     return SimpleNamespace(home=home, folders=folders, output=output, error=error)
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize(
+    "case", CASES + [pytest.param(case, marks=pytest.mark.slow) for case in MORE], ids="-".join)
 def test_two_ranks_train_to_the_weights_of_one_process(ranks, alone, case):
     loss, source, _ = case
     agree(alone(loss, source), ranks.folders[case])
@@ -182,6 +188,14 @@ def test_ranks_with_different_flags_or_rows_give_a_one_line_error(ranks):
 
 
 # By torchrun's own process.
+
+def torchrun(*args: Path | str) -> subprocess.Popen:
+    """Run torchrun ARGS with two ranks of one thread each."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+            *map(str, args)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:
     while not (path.exists() and path.stat().st_size):

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.needs("trl")
 
 import datasets
 from transformers import TrainerCallback
-from trl.trainer import grpo_trainer
 
 import humanline
 from humanline import Batch
@@ -174,7 +173,7 @@ def test_grpo_with_kl_steps_to_trls_weights(monkeypatch, tiny, tmp_path, varied,
                           num_generations=GROUP, max_completion_length=NEW_TOKENS, steps_per_generation=every,
                           scale_rewards="none", shuffle_dataset=False, use_bias_correction_kl=False)
     # A step keeps its own prompts.
-    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch)
+    monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)
     log = check_same(ours, metrics, Given(
         tiny, args=args, train_dataset=dataset(rows, order),
         reward_funcs=lambda prompts, completions, **columns: reward(
