@@ -1,41 +1,38 @@
 """Hub names without a network: a one-line error, or the cached files."""
 
-import os
 import shutil
-import subprocess
-import sys
 
+import huggingface_hub.constants
 import pytest
-from conftest import ROOT, metrics
+from conftest import complaint, metrics, short_run
 
-SHORT = "--steps 2 --batch-size 2 --max-new-tokens 4".split()
+import humanline
 
 
-def command(tmp_path, *flags: str) -> subprocess.CompletedProcess:
-    """Run python humanline.py FLAGS with the hub offline."""
-    line = [sys.executable, str(ROOT / "humanline.py"), *flags, "--out", str(tmp_path / "out")]
-    environment = os.environ | dict(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
-    return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)
+@pytest.fixture(autouse=True)
+def hub(tmp_path_factory, monkeypatch):
+    """A hub that is offline, with a cache of its own."""
+    cache = tmp_path_factory.mktemp("hub")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
+    return cache
 
 
 @pytest.mark.parametrize("flag, name",
                          [("--model", "Qwen/Qwen2.5-0.5B"), ("--data", "openai/gsm8k:main:train")])
 def test_a_hub_name_without_network_gives_a_one_line_error_that_says_how_to_use_a_folder(
-        tiny, data_files, tmp_path, flag, name):
-    flags = {"--model": tiny, "--data": data_files["groups"]} | {flag: name}
-    done = command(tmp_path, *[word for pair in flags.items() for word in pair])
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert not (tmp_path / "out").exists()
-    assert done.stderr.startswith(f"humanline.py: error: {flag} {name}: ")
-    assert "`hf download NAME" in done.stderr and "--local-dir FOLDER`" in done.stderr
+        tiny, data_files, tmp_path, capsys, flag, name):
+    flags = {"--model": tiny, "--data": data_files["groups"], "--out": str(tmp_path / "out")} | {flag: name}
+    line = complaint([word for pair in flags.items() for word in pair], tmp_path, capsys)
+    assert line.startswith(f"humanline.py: error: {flag} {name}: ")
+    assert "`hf download NAME" in line and "--local-dir FOLDER`" in line
 
 
-def test_a_cached_hub_model_trains_without_network(tiny, data_files, tmp_path):
+def test_a_cached_hub_model_trains_without_network(hub, tiny, data_files, tmp_path):
     revision = "0123456789abcdef0123456789abcdef01234567"
-    cached = tmp_path / "home" / "hub" / "models--some--model"
+    cached = hub / "models--some--model"
     shutil.copytree(tiny, cached / "snapshots" / revision)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(revision)
-    done = command(tmp_path, "--model", "some/model", "--data", data_files["groups"], *SHORT)
-    assert done.returncode == 0 and len(metrics(tmp_path / "out")) == 2, done.stderr
+    assert humanline.main(short_run("some/model", data_files["groups"], f"--out {tmp_path / 'out'}")) == 0
+    assert len(metrics(tmp_path / "out")) == 3
