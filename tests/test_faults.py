@@ -10,6 +10,7 @@ import resource
 import shlex
 import shutil
 import signal
+import site
 import subprocess
 import sys
 import time
@@ -17,10 +18,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, command, metrics, same_weights, timeless
+from conftest import ROOT, command, finished, metrics, same_weights, timeless
 
 import humanline
-from warm import Started
+from warm import Started, close_standard_output
 
 
 def start(*flags: str, before: tuple = ()) -> Started:
@@ -125,14 +126,23 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path, program):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stopped_command_exits_with_the_status_of_its_signal_and_says_how_to_resume(
-        tiny, data_files, tmp_path, number):
-    out = tmp_path / "my run"
-    flags = f"--model {tiny} --data {data_files['groups']} --steps 100 --batch-size 4".split()
-    process = start(*flags, "--out", str(out))
+        tiny, data_files, tmp_path, monkeypatch, number):
+    out, sent = tmp_path / "my run", tmp_path / "sent"
+    (tmp_path / "waits.py").write_text(f"""
+import pathlib, time
+init = lambda **_: None
+def log(line, step):
+    while step == 2 and not pathlib.Path({str(sent)!r}).exists():
+        time.sleep(0.01)
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = f"--model {tiny} --data {data_files['groups']} --steps 4 --batch-size 4 --track waits".split()
+    process = start(*flags, "--out", str(out), before=(site.addsitedir, str(tmp_path)))
     while not ((out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
+    sent.touch()
     output, error = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in error
     assert f"{number.name}: stopping after this step" in error
@@ -227,6 +237,5 @@ def test_a_clock_that_jumps_changes_no_measured_time(run, monkeypatch):
 
 @pytest.mark.parametrize("program", ["humanline.py", "eval.py"])
 def test_a_closed_standard_output_ends_no_program(program):
-    line = f"exec {sys.executable} {ROOT / program} --no-such-flag >&-"
-    done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True)
+    done = finished(ROOT / program, "--no-such-flag", before=(close_standard_output,))
     assert done.returncode == 2 and "Traceback" not in done.stderr and "no-such-flag" in done.stderr

@@ -18,6 +18,12 @@ SERVER.set_forkserver_preload([
     "transformers.generation", "safetensors.torch", "tyro", "tqdm"])
 
 
+def close_standard_output() -> None:
+    """As `>&-` does, and what Python makes of it."""
+    os.close(1)
+    sys.stdout = sys.__stdout__ = None
+
+
 def be(line: list[str], cwd: str, environment: dict, files: list[str], before: tuple) -> None:
     """In the new process: do what `python LINE` would do."""
     for number, file in enumerate(files):
