@@ -50,13 +50,13 @@ def test_doctests():
 @pytest.mark.parametrize("samples, a, b", [
     (8, 0.2, 1.8), pytest.param(1, 9.0, 1.0, marks=pytest.mark.slow)])
 def test_the_interval_covers_the_truth_as_often_as_it_claims(samples, a, b):
-    """150 repeats of 100 problems with solve rates from Beta(a, b): most are never solved, or have one sample
+    """75 repeats of 100 problems with solve rates from Beta(a, b): most are never solved, or have one sample
     each."""
     chance, covered = np.random.default_rng(0), 0
-    for _ in range(150):
+    for _ in range(75):
         _, low, high = interval(chance.binomial(samples, chance.beta(a, b, 100)) / samples, 0.0, 1.0)
         covered += low <= a / (a + b) <= high
-    assert 137 <= covered <= 147
+    assert 68 <= covered <= 74
 
 
 def test_the_interval_is_sensible_if_few_problems_differ():
@@ -231,13 +231,13 @@ def judges(tmp_path):
 
 def test_a_model_does_not_beat_itself(ask, tiny, problems, judges):
     covered, flags = 0, f"--model {tiny} --against {tiny} --data {problems}"
-    for seed in range(3):  # each interval misses the truth 5% of the time
+    for seed in range(2):  # each interval misses the truth 5% of the time
         output = ask(f"winrate {flags} --judge {judges}:longer --samples 4 --seed {seed} --max-new-tokens 9")
         for name in ("win rate", "length-controlled"):
             _, low, high = line_of(output, name)[:3]
             covered += low <= 0.5 <= high and high - low < 0.4
         assert "losses 0.0" not in output  # the samples differ, so lengths do, too
-    assert covered >= 5
+    assert covered >= 3
     # it is asked in both orders
     output = ask(f"winrate {flags} --judge {judges}:lopsided --max-new-tokens 3")
     assert line_of(output, "win rate")[0] == 0.5 and "wins 0.000, ties 1.000, losses 0.000" in output

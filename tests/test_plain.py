@@ -59,12 +59,21 @@ CASES |= {
 }
 
 
+# Where both the loss with another source and the source with another loss are tested without --slow.
+SLOW_CASES = {"dpo, plain, online", "kto, plain, online", "dpo, better alone, online",
+              "kto, better alone, online", "grpo, better alone, online", "dpo, perception alone, online",
+              "dpo, sync alone, online", "grpo, sync alone, online", "dpo, sampling", "kto, sampling",
+              "grpo, six steps", "kto, T 0.7"}
+assert SLOW_CASES < CASES.keys()
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_CASES)) for name in CASES])
 def test_humanline_trains_to_the_weights_of_the_plain_method(name, tiny, data, tmp_path):
     ours = weights_of_humanline(humanline, CASES[name], tiny, data, tmp_path / "run")
     plains, gap = weights_of_plain(plain, CASES[name], tiny, data, tmp_path / "run")

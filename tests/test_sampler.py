@@ -258,7 +258,8 @@ def test_a_sampler_that_fails_once_is_restarted_and_changes_no_result(
     assert timeless(broken) == timeless(good(flags)) and same_weights(broken, good(flags))
 
 
-@pytest.mark.parametrize("what", list(BREAKS)[:4])
+@pytest.mark.parametrize("what", [
+    "os.kill(os.getpid(), 9)", *(pytest.param(what, marks=pytest.mark.slow) for what in list(BREAKS)[1:4])])
 def test_a_sampler_that_fails_again_ends_the_run_with_a_one_line_error_and_the_run_can_be_resumed(
         run, sampler, good, tmp_path, monkeypatch, what):
     monkeypatch.setattr(sys.modules[__name__], "SECONDS", 2 if "sleep" in what else 60)
