@@ -1,11 +1,13 @@
 """Faults: kills, signals, damaged files, a full disk, too little memory, two runs in the same folder."""
 
+import collections
 import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import random
+import re
 import resource
 import shlex
 import shutil
@@ -35,15 +37,18 @@ def same_files(a: Path, b: Path) -> bool:
             and all((a / name).read_text() == (b / name).read_text() for name in names))
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(int(os.environ.get("KILLS", 50)), marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_moments_resumes_to_the_same_weights_and_files(
         tiny, data_files, varied, tmp_path, kills):
-    """While loading, sampling, rewarding, training, evaluating, saving or exiting."""
+    """While loading, sampling, rewarding, training, evaluating, saving or exiting. Other flags are in
+    KILLED_FLAGS, such as "--model FOLDER --lora 4 --steps 5"; with --slow, KILLS says how often."""
     flags = shlex.split(f"--model {tiny} --data {data_files['prompts']} --reward {varied} --steps 24 "
                         "--batch-size 2 --group-size 4 --max-new-tokens 4 --lr 1e-3 --sync-k 5 --save-every 3 "
                         f"--sample-every 4 --eval-data {data_files['prompts']} --eval-prompts 4 --eval-every 8 "
-                        "--resume latest")
+                        f"--resume latest {os.environ.get('KILLED_FLAGS', '')}")
     whole, killed, chance = tmp_path / "whole", tmp_path / "killed", random.Random(kills)
+    landed = collections.Counter()
+    command("--help")  # so that the first run is no longer than the others
     started = time.perf_counter()
     assert command(*flags, "--out", str(whole)).returncode == 0
     seconds = time.perf_counter() - started
@@ -53,12 +58,17 @@ def test_a_run_killed_at_random_moments_resumes_to_the_same_weights_and_files(
             process.communicate(timeout=chance.uniform(0, seconds))
         process.kill()
         process.communicate()
+        landed["all"] += 1
+        landed["within a checkpoint"] += any((killed / "checkpoint").glob(".step-*"))
+        landed["after a checkpoint"] += any((killed / "checkpoint").glob("step-*"))
         if (killed / "final").exists():  # the kill came too late; begin again
+            landed["too late"] += 1
             assert same_files(killed, whole)
             shutil.rmtree(killed)
     done = command(*flags, "--out", str(killed))
     assert done.returncode == 0, done.stderr
     assert same_files(killed, whole)
+    print("kills:", dict(landed))
 
 
 @pytest.mark.parametrize("phase, number", [
@@ -174,27 +184,48 @@ def test_a_run_whose_data_have_images_can_be_resumed(run, data_files, tmp_path, 
     assert [line["step"] for line in metrics(resumed)] == [4, 5, 6] and same_weights(resumed, whole)
 
 
-def test_a_damaged_checkpoint_is_always_noticed_and_the_one_before_is_used(run, tmp_path, capsys):
+def damage(folder: Path, chance: random.Random) -> str:
+    """Damage a file of a folder, and return how."""
+    file = chance.choice(sorted(folder.iterdir()))
+    content, kind = file.read_bytes(), chance.choice(["cut", "flipped", "deleted", "renamed"])
+    at = chance.randrange(len(content))
+    if kind == "cut":
+        file.write_bytes(content[:at])
+    elif kind == "flipped":
+        flipped = bytes([content[at] ^ 1 << chance.randrange(8)])
+        file.write_bytes(content[:at] + flipped + content[at + 1 :])
+    elif kind == "deleted":
+        file.unlink()
+    else:
+        file.rename(file.with_suffix(".other"))
+    return f"{file.name} {kind} at {at}"
+
+
+@pytest.mark.parametrize("trials", [6, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_run_goes_on_from_the_newest_undamaged_checkpoint_or_starts_afresh_and_ends_the_same(
+        run, tmp_path, capsys, trials):
+    flags, chance = "--sample-every 3 --sync-k 2 --steps 3 --save-every 1 --keep 3", random.Random(trials)
+    whole, out = run(flags), tmp_path / "damaged"
+    for trial in range(trials):
+        shutil.copytree(whole, out)
+        shutil.rmtree(out / "final")
+        newest_first = sorted((out / "checkpoint").iterdir(), reverse=True)
+        done = {path: damage(path, chance) for path in newest_first[: trial % 3 + 1]}
+        capsys.readouterr()
+        run(f"{flags} --resume latest", out=str(out))
+        error = capsys.readouterr().err
+        assert [path for path in newest_first if re.search(f"{path}: .*; trying the previous one", error)
+                ] == [*done], done
+        assert same_weights(out, whole) and timeless(out) == timeless(whole), done
+        shutil.rmtree(out)
+
+
+def test_a_run_without_an_undamaged_checkpoint_starts_afresh_unless_one_was_named(run, capsys):
     folder = run("--sample-every 3 --sync-k 2 --steps 3 --save-every 1 --keep 3") / "checkpoint"
-    chance, newest, before = random.Random(0), folder / "step-00000003", folder / "step-00000002"
-    settings = str(folder.parent / "config.toml")
+    newest, settings = folder / "step-00000003", str(folder.parent / "config.toml")
     config = humanline.parse_config(["--config", settings, "--out", str(folder.parent), "--resume", "latest"])
     assert humanline.find_checkpoint(config, folder.parent) == newest
-    for trial in range(50):
-        file = chance.choice(sorted(newest.iterdir()))
-        content = file.read_bytes()
-        at = chance.randrange(len(content))
-        if trial % 3 == 0:
-            file.write_bytes(content[:at])
-        elif trial % 3 == 1:
-            damaged = bytes([content[at] ^ 1 << chance.randrange(8)])
-            file.write_bytes(content[:at] + damaged + content[at + 1 :])
-        else:
-            file.unlink()
-        assert humanline.find_checkpoint(config, folder.parent) == before, (trial, file.name, at)
-        file.write_bytes(content)
-    assert humanline.find_checkpoint(config, folder.parent) == newest
-    for path in (newest, before, folder / "step-00000001"):
+    for path in folder.iterdir():
         (path / "tensors.safetensors").write_bytes(b"")
     assert humanline.find_checkpoint(config, folder.parent) is None
     with pytest.raises(humanline.UserError, match=f"has another --data; add --config {settings}, or"):
