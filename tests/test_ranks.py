@@ -13,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, agree, metrics, runs_slow, train_on_two_ranks
+from safetensors.torch import load_file
 
 import humanline
 
@@ -185,6 +187,47 @@ def test_sharded_weights_are_gathered_once_per_drawing_and_not_for_each_token(ra
 def test_ranks_with_different_flags_or_rows_give_a_one_line_error(ranks):
     assert ranks.output.count("refused: the ranks have different flags or rows\n") == 2
     assert not (ranks.home / "refused").exists()
+
+
+REPLAY = """
+import json
+from collections import defaultdict
+
+def start(run):
+    drawn = defaultdict(list)
+    for line in map(json.loads, open(ROLLOUTS)):
+        drawn[line["step"], line["row"]].append((line["tokens"], line["logps"]))
+    return lambda prompts, count, step, greedy: sum((drawn[step, group.row] for group in prompts), [])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [
+    "--loss dpo --lr 5e-5", "--loss kto --lr 5e-5", "--loss grpo --lr 2e-4",
+    "--loss grpo --lr 8e-4 --sample-every 1 --reward exact"])
+def test_64_steps_of_the_demo_are_the_same_on_two_ranks_sharded_and_compiled(more, tmp_path):
+    """All but the first run replay its rollouts: rounding would change the samples. Prints the differences."""
+    demo, online = ROOT / "configs" / "demo", "--sample-every" in more
+    flags = (f"--model {demo}/model --data {demo}/rows.jsonl --limit 1100 --steps 64 "
+             f"--batch-size 16 --max-new-tokens 8 --save-every 0 --no-compile {more}").split()
+    (tmp_path / "replay.py").write_text(REPLAY.replace("ROLLOUTS", repr(str(tmp_path / "one/rollouts.jsonl"))))
+    replayed = flags + ["--sampler", f"{tmp_path}/replay.py:start"] * online
+    first = tmp_path / "one"
+    humanline.train(humanline.parse_config([*flags, "--out", str(first)]))
+    train_on_two_ranks(tmp_path, [[*replayed, "--out", str(tmp_path / "two ranks")],
+                                  [*replayed, "--shard", "--out", str(tmp_path / "sharded")]])
+    humanline.train(humanline.parse_config([*replayed, "--compile", "--out", str(tmp_path / "compiled")]))
+    before, after = load_file(demo / "model/model.safetensors"), load_file(first / "final/model.safetensors")
+    norm = lambda tensors: torch.stack([tensor.norm() for tensor in tensors]).norm()
+    moved = norm(after[name] - before[name] for name in after)
+    for how in ("two ranks", "sharded", "compiled"):
+        weights = load_file(tmp_path / how / "final/model.safetensors")
+        apart = norm(after[name] - weights[name] for name in after) / moved
+        losses, others = ([line["loss"] for line in metrics(run)] for run in (first, tmp_path / how))
+        largest = max(abs(a - b) for a, b in zip(losses, others, strict=True))
+        print(f"\n{more}, {how}: losses differ by at most {largest:.1e} of {max(map(abs, losses)):.1e}, "
+              f"the weights by {apart:.1e} of their way")
+        assert 0 < apart < 1e-3 and largest < 1e-4
 
 
 # By torchrun's own process.
