@@ -1,8 +1,8 @@
 """Faults: kills, signals, damaged files, a full disk, too little memory, two runs in the same folder."""
 
 import collections
-import contextlib
 import dataclasses
+import glob
 import itertools
 import json
 import os
@@ -52,14 +52,20 @@ def test_a_run_killed_at_random_moments_resumes_to_the_same_weights_and_files(
     started = time.perf_counter()
     assert command(*flags, "--out", str(whole)).returncode == 0
     seconds = time.perf_counter() - started
-    for _ in range(kills):
+    half_written = lambda: glob.glob(f"{killed}/checkpoint/.step-*/*")
+    for number in range(kills):  # every other one while a checkpoint is written, or soon after
+        before, aimed = half_written(), number % 2
         process = start(*flags, "--out", str(killed))
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=chance.uniform(0, seconds))
+        until = time.perf_counter() + (seconds if aimed else chance.uniform(0, seconds))
+        while process.poll() is None and time.perf_counter() < until:
+            if aimed and half_written() != before:
+                time.sleep(0.03 * seconds * chance.random() ** 4)
+                break
+            time.sleep(0.001)
         process.kill()
         process.communicate()
         landed["all"] += 1
-        landed["within a checkpoint"] += any((killed / "checkpoint").glob(".step-*"))
+        landed["within a checkpoint"] += half_written() != before
         landed["after a checkpoint"] += any((killed / "checkpoint").glob("step-*"))
         if (killed / "final").exists():  # the kill came too late; begin again
             landed["too late"] += 1
