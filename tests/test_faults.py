@@ -53,12 +53,12 @@ def test_a_run_killed_at_random_moments_resumes_to_the_same_weights_and_files(
     assert command(*flags, "--out", str(whole)).returncode == 0
     seconds = time.perf_counter() - started
     half_written = lambda: glob.glob(f"{killed}/checkpoint/.step-*/*")
-    for number in range(kills):  # every other one while a checkpoint is written, or soon after
+    for number in range(kills):  # every other one while a second checkpoint is written, or soon after
         before, aimed = half_written(), number % 2
         process = start(*flags, "--out", str(killed))
         until = time.perf_counter() + (seconds if aimed else chance.uniform(0, seconds))
         while process.poll() is None and time.perf_counter() < until:
-            if aimed and half_written() != before:
+            if aimed and glob.glob(f"{killed}/checkpoint/step-*") and half_written() != before:
                 time.sleep(0.03 * seconds * chance.random() ** 4)
                 break
             time.sleep(0.001)
