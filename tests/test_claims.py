@@ -21,6 +21,7 @@ import eval as evaluation
 import experiments
 import first_real
 import humanline
+import method
 import real
 import reproduce
 from experiments import FORMS_OF, TASKS, Run
@@ -583,6 +584,7 @@ def test_every_stored_run_is_read_by_a_table(everything):
     for compared in everything.compared.values():
         assert unread_real(compared) == []
         count += sum(len(one.known) for one in compared)
+    method.page(everything.more)
     assert all("is_shown" in outcome for outcome in everything.more.values())
     count += len(everything.more)
     of_smollm2 = {"real.jsonl", "method.jsonl", *(f"real-{task}.jsonl" for task in real.TEMPLATES)}

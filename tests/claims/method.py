@@ -175,8 +175,10 @@ def tuning_table(runs: Known) -> str:
         ends = {what: [one[what][-1] for one in shown(outcomes.values())] for what in ("validation", "validation_kl")}
         seeds = ", ".join(map(str, sorted(outcomes)))
         means = [f"{fmean(ends['validation']):.3f}", f"{fmean(ends['validation_kl']):.1f}"]
-        rows.append([form, show_settings(*setting), seeds, *means])
-    return markdown("| tuning | lr, k | seeds | validation reward | KL to the base, nats |", rows)
+        _, median, _ = outcomes[min(outcomes)]["samples"]
+        sample = " ".join(median["completion"].split()).replace("|", "\\|")
+        rows.append([form, show_settings(*setting), seeds, *means, f"{sample:.60}"])
+    return markdown("| tuning | lr, k | seeds | validation reward | KL to the base, nats | a sample |", rows)
 
 def test_tables(part: Part, runs: Known) -> list[str]:
     """The test runs, and for parts with plain, humanline and online the decision."""
