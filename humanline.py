@@ -2850,8 +2850,9 @@ def parse_config(argv: list[str]) -> Config:
         settings = read_config(typed["--config"], typed)
     elif loss in LOSSES and not {"--model", "--data", "--help", "-h"} & typed.keys():
         settings = demo_settings(loss, typed)
-    sections = parse_flags(settings + argv, in_sections(), config=(tyro.conf.OmitArgPrefixes,),
-                           description=Config.__doc__)
+    # tyro would search the source for help texts, which `in_sections` has done.
+    options = tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff
+    sections = parse_flags(settings + argv, in_sections(), config=options, description=Config.__doc__)
     config = Config(**ChainMap(*map(vars, vars(sections).values())))
     reads_samples = config.sample_every or config.eval_data
     for flags, needed, is_read in (

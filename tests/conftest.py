@@ -20,7 +20,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "claims")]
 import pytest
 import torch
 import torch.distributed.run
-import tyro
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,11 +27,6 @@ import humanline
 from bases import character_tokenizer
 from humanline import Batch, Sequence
 from warm import Started
-
-# Our dataclasses bring their help texts along. To look for more in their source takes half of the time of a call.
-parse = tyro.cli
-tyro.cli = lambda kind, config=(), **more: parse(
-    kind, config=(*config, tyro.conf.HelptextFromCommentsOff), **more)
 
 # Tests that run in the background would hand their ignored signals on to the runs that they stop.
 for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
