@@ -2018,15 +2018,15 @@ class Reward:
         return self.settle(self.attempt(*samples))
 
     def attempt(self, *samples: list, again: bool = True) -> list[float | str]:
-        """Reward all samples in one call; if that fails, one at a time, until failures in a row have taken three
-        times --reward-seconds. Returns the reward of each sample, or why it has none."""
+        """Reward all samples in one call; if that fails, one at a time, until failures in a row have taken
+        three times --reward-seconds. Returns the reward of each sample, or why it has none."""
         count = len(samples[0])
         try:
             values = self.function(*samples)
             if not isinstance(values, list) or len(values) != count:
                 raise ValueError(f"it returned {values!r:.60} for {count} completions")
-            return [float(value) if isinstance(value, (int, float)) and abs(value) < 1e100 else f"{value!r:.200}"
-                    for value in values]
+            good = [isinstance(value, (int, float)) and abs(value) < 1e100 for value in values]
+            return [float(value) if is_good else f"{value!r:.200}" for value, is_good in zip(values, good)]
         except Exception as error:
             reason = result = f"{error!r:.200}"
         if not again:

@@ -545,8 +545,8 @@ def decoding(folder: Path, load: Workload, rounds: int, real: str | None) -> Non
 
 
 def parts_of(draw: Callable, policy: torch.nn.Module) -> list[list[str]]:
-    """Where the time of a drawing goes: the pass over the prompts, `generate` itself, our choice of tokens, and the
-    lists of the result."""
+    """Where the time of a drawing goes: the pass over the prompts, `generate` itself, our choice of tokens, and
+    the lists of the result."""
     import humanline
 
     seconds = Counter()

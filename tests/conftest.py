@@ -35,8 +35,8 @@ for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP
 
 
 SLOW = ("the whole demo, compiled runs, 50 kills, ranks that are killed or stopped under torchrun, a reward "
-        "model in its process, all hostile answers, more combinations against plain.py, on two ranks and in TRL, "
-        "dry runs of the configs, the experiments in small, and making the demo again")
+        "model in its process, all hostile answers, more combinations against plain.py, on two ranks and in "
+        "TRL, dry runs of the configs, the experiments in small, and making the demo again")
 
 
 def pytest_addoption(parser):

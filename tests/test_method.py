@@ -86,7 +86,8 @@ def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
     ends = {"validation": [0.1, 0.5], "validation_kl": [0.0, 3.0], "samples": [{"completion": "a\nb"}] * 3}
     known = {run: dict(ends) for run in tuning}
     text = method.page(known)
-    assert "Incomplete: 24 runs come next." in text and "| plain | 2e-5 | 101, 102 | 0.500 | 3.0 | a b |" in text
+    assert "Incomplete: 24 runs come next." in text
+    assert "| plain | 2e-5 | 101, 102 | 0.500 | 3.0 | a b |" in text
     level = dict(plain=0.5, humanline=0.8, online=0.9)
     for run in part.plan(known):
         reward = level[run.form] + 0.001 * (run.seed % 3)

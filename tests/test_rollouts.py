@@ -192,6 +192,14 @@ def test_a_second_drawing_at_the_same_step_differs_and_both_repeat_in_another_pr
     assert not {str(first), str(second)} & set(map(str, draw_twice(2)))
 
 
+def test_two_calls_of_generate_draw_different_completions_of_the_same_prompt(tiny):
+    policy, tokenizer, config = policy_of(tiny, max_new_tokens=8, sample_every=1, sample_tokens=2 * (4 + 8))
+    sampler = humanline.Sampler(policy, tokenizer, config)
+    drawn = sampler.draw([Group(0, [4, 5, 6, 7], [], [])] * 8, 1, False)  # two completions a call
+    calls = [str([drawn[i], drawn[i + 1]]) for i in range(0, 8, 2)]
+    assert len(set(calls)) == 4
+
+
 # Health.
 
 def test_the_shares_of_clipped_tokens_and_the_lengths_equal_a_plain_count(tiny):

@@ -100,8 +100,9 @@ def check_same(ours: list[Weights], metrics: list[dict], trainer) -> list[dict]:
     log = [line for line in trainer.state.log_history if "loss" in line]
     assert len(ours) == len(theirs) == len(metrics) + 1 == len(log) + 1
     assert distance(ours[0], theirs[0]) == 0
-    print("largest difference: weights", max(map(distance, ours, theirs)),
-          *((name, max(abs(a[name] - b[name]) for a, b in zip(metrics, log))) for name in ("loss", "grad_norm")))
+    differences = {name: max(abs(mine[name] - its[name]) for mine, its in zip(metrics, log))
+                   for name in ("loss", "grad_norm")}
+    print("largest differences: weights", max(map(distance, ours, theirs)), differences)
     for step, (mine, its) in enumerate(zip(metrics, log), 1):
         assert distance(ours[step], ours[step - 1]) > 1e-3, f"step {step}"
         assert distance(ours[step], theirs[step]) < 1e-5, f"step {step}"
