@@ -624,7 +624,7 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
     """Set the .grad of the parameters, which are None or 0, to the gradient of the batch's mean loss; returns
     what the step logs. All means are over the global batch: microbatches and ranks do not change the result."""
     loss = LOSSES[config.loss]
-    totals = {}  # of each metric; see `add_metrics`
+    totals = Counter()  # of each metric; see `add_metrics`
     total_loss = torch.zeros((), device=policy.device)
     z0 = None
     if config.perception == "sample" and batch.sequences:
@@ -656,10 +656,11 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         if WORLD_SIZE > 1 and not config.shard:  # if sharded, the backward pass has done so
             dist.all_reduce(p.grad)
     batch.is_on_policy = False  # the caller updates the policy
-    return step_metrics(batch, totals, total_loss, z0, config)
+    totals["loss"] = torch.tensor([total_loss, RANK == 0]).double()  # the sum over ranks is the mean
+    return step_metrics(batch, totals, z0)
 
 @torch.no_grad()
-def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> None:
+def add_metrics(totals: Counter, x: Microbatch, config: Config) -> None:
     """Add the metrics of a microbatch to the totals of the step: for each a sum and a count. To add a metric,
     add a line: its name, its values and their mask, both (N, T) or (N,). Idle sequences are not in x."""
     x.metrics |= {
@@ -684,7 +685,7 @@ def add_metrics(totals: dict[str, Tensor], x: Microbatch, config: Config) -> Non
     for name, (values, where) in x.metrics.items():
         total = values.where(where.bool(), 0).sum().double()
         count = where.sum().double()
-        totals[name] = totals.get(name, 0) + torch.stack([total, count])
+        totals[name] += torch.stack([total, count])
 
 def take_log_ratios(x: Microbatch, config: Config) -> None:
     """Fill in d and the log-ratio that perception works on, as far as the loss needs them. Raises ValueError if
@@ -758,19 +759,13 @@ def kto_reference_point(policy: Module, batch: "Batch", config: Config) -> Tenso
     perceived, _, _ = perceive(x.log_ratio, x, config)
     return perceived.sum(-1).mean().clamp(min=0).to(policy.device)
 
-def step_metrics(batch: "Batch", totals: dict[str, Tensor], loss: Tensor, z0: Tensor | None,
-                 config: Config) -> dict[str, float]:
+def step_metrics(batch: "Batch", totals: Counter, z0: Tensor | None) -> dict[str, float]:
     """The metrics of a step, over all ranks; tests/claims/metrics.md explains each of them."""
-    report = {"loss": 0.0, "reward": batch.reward}
-    sums = {}
-    of_this_rank = {name: total.cpu() for name, total in totals.items()}
-    for loss_of_rank, totals_of_rank in gather_from_ranks((float(loss), of_this_rank)):
-        report["loss"] += loss_of_rank
-        for name, total in totals_of_rank.items():
-            sums[name] = sums.get(name, 0) + total
-    for name, (total, count) in sums.items():
-        if count:
-            report[name] = float(total / count)
+    sums = Counter()
+    for of_rank in gather_from_ranks({name: total.cpu() for name, total in totals.items()}):
+        sums.update(of_rank)
+    report = {name: float(total / count) for name, (total, count) in sums.items() if count}
+    report["reward"] = batch.reward
     lengths = [len(sequence.completion) for sequence in batch.sequences]
     report["tokens"] = sum(lengths)
     if lengths:
