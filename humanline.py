@@ -656,7 +656,8 @@ def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str
         if WORLD_SIZE > 1 and not config.shard:  # if sharded, the backward pass has done so
             dist.all_reduce(p.grad)
     batch.is_on_policy = False  # the caller updates the policy
-    totals["loss"] = torch.tensor([total_loss, RANK == 0]).double()  # the sum over ranks is the mean
+    # The sum over ranks is the mean, so it is divided by 1.
+    totals["loss"] = torch.stack([total_loss, torch.full_like(total_loss, RANK == 0)]).double()
     return step_metrics(batch, totals, z0)
 
 @torch.no_grad()
