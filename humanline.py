@@ -817,8 +817,8 @@ class Run:
         # Must be the same on resume.
         content = hashlib.sha256()
         for row in rows:
-            # Of what JSON lacks, such as an image in a column that is not read, the type is enough.
-            content.update(json.dumps(vars(row), default=lambda value: type(value).__name__).encode())
+            text = json.dumps(vars(row), default=str)  # of dates, and of images in unread columns, too
+            content.update(re.sub(" at 0x[0-9A-Fa-f]+", "", text).encode())
         self.fingerprint = {"--data": content.hexdigest()}
         files = {"--model": [*Path(config.model).glob("[!.]*")]}
         for flag, spec in ("--reward", config.reward), ("--sampler", config.sampler):
@@ -2015,7 +2015,8 @@ class Reward:
 
     def attempt(self, *samples: list, again: bool = True) -> list[float | str]:
         """Reward all samples in one call; if that fails, one at a time, until failures in a row have taken
-        three times --reward-seconds. Returns the reward of each sample, or why it has none."""
+        three times --reward-seconds, unless `again` is false. Returns the reward of each sample, or why it has
+        none."""
         count = len(samples[0])
         try:
             values = self.function(*samples)

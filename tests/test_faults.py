@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import datetime
 import glob
 import itertools
 import json
@@ -188,6 +189,16 @@ def test_a_run_whose_data_have_images_can_be_resumed(run, data_files, tmp_path, 
     whole = run("--save-every 3")
     resumed = run(f"--resume {whole}/checkpoint/step-00000003")
     assert [line["step"] for line in metrics(resumed)] == [4, 5, 6] and same_weights(resumed, whole)
+
+
+def test_a_date_in_the_data_that_changed_is_noticed_on_resume(run, monkeypatch):
+    read_file, days = humanline.read_file, itertools.count(1)
+    monkeypatch.setattr(humanline, "read_file", lambda *file: (
+        row | dict(day=datetime.date(2026, 11, day)) for day in [next(days)] for row in read_file(*file)))
+    whole = run("--save-every 3")
+    with pytest.raises(humanline.UserError, match="--data changed since"):
+        humanline.train(humanline.parse_config(["--config", f"{whole}/config.toml", "--out", f"{whole}-resumed",
+                                                "--resume", f"{whole}/checkpoint/step-00000003"]))
 
 
 def damage(folder: Path, chance: random.Random) -> str:
