@@ -110,11 +110,10 @@ class Part:
         return wave or self.missing(self.tested(known), self.test_seeds, known)
 
 def forms_on_sentiment() -> list[Choice]:
-    # Online comes first: it needs no samples of the base.
     return [
-        *over("online", (2e-5, 4e-5)),
         *over("plain", (2e-5, 4e-5, 8e-5)),
         *over("humanline", (1e-5, 2e-5, 4e-5), (1, 4)),
+        *over("online", (2e-5, 4e-5)),
     ]
 
 PARTS = {
@@ -224,16 +223,12 @@ def main() -> None:
                 run_wave(pool, missing, flags, known)
 
 def run_wave(pool, missing: list[Run], flags: argparse.Namespace, known: Known) -> None:
-    """Train these runs, and store each as it ends. Offline runs of a seed follow the drawing of their data."""
+    """Train these runs, and store each as it ends. The runs of a seed follow the drawing of its data."""
     later: dict[tuple[str, int], list[Run]] = {}  # by task and seed
-    waiting = set()
     for run in missing:
-        if run.is_online:
-            waiting.add(pool.submit(real.train, run, flags.model, flags.rows))
-        else:
-            later.setdefault((run.task, run.seed), []).append(run)
+        later.setdefault((run.task, run.seed), []).append(run)
     drawing = {pool.submit(real.draw_base, task, flags.model, flags.rows, seed): (task, seed) for task, seed in later}
-    waiting |= drawing.keys()
+    waiting = set(drawing)
     try:
         while waiting:
             done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
