@@ -41,17 +41,9 @@ from experiments import Settings
 
 PATH = real.HERE / "results" / "method.jsonl"
 
-NEW_FORMS = {
-    "dpo": {
-        "plain, beta 1": "--no-humanline --beta 1",
-        "humanline, beta 1": "--sync-k {k} --beta 1",
-    }
-}
-
 class Run(real.Run):
     """What is trained once: a line of the results. k is 0 for a form without a sync."""
 
-    forms = {loss: forms | NEW_FORMS.get(loss, {}) for loss, forms in experiments.FORMS_OF.items()}
     every = 8
 
 Known = dict[Run, dict]
