@@ -691,6 +691,15 @@ def test_the_verdicts_of_report_and_readme_are_those_that_are_computed(everythin
         assert (verdict, number.replace("*", "")) == (answers[claim][0], answers[claim][1].replace("*", ""))
 
 
+def test_the_rates_of_the_readme_are_those_tuned_here(everything):
+    checked = {one.loss: one for one in everything.compared["checked"]}
+    rows = re.findall(r"^(GRPO|DPO|KTO) .* --lr (\S+) (--no-humanline|--sync-k \d+)$", (ROOT / "README.md").read_text(), re.M)
+    assert [loss for loss, *_ in rows] == ["GRPO", "DPO", "KTO"]
+    for loss, lr, form in rows:
+        tuned = checked[loss.lower()].settings["plain" if form == "--no-humanline" else HUMANLINE]
+        assert (float(lr), *map(int, form.split()[1:])) == (tuned if tuned[1] else tuned[:1])
+
+
 def prose_of(path) -> str:
     """A Markdown text without tables and comments."""
     text = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("|"))
