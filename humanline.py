@@ -1293,7 +1293,7 @@ def read_rows(spec: str, config: Config, flag: str) -> list[Row]:
         if row is None:
             dropped += 1
             continue
-        key = number
+        key = str(number)
         if len(row.rewards) == 1 and not row.labelled:  # one completion of a group
             key = f"{fields.get('prompt_id')} {row.prompt}"  # files from two runs may use the same prompt_id
         first = rows.setdefault(key, row)
