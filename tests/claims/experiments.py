@@ -86,7 +86,7 @@ TASKS = {
 
 # A form's flags; {k} is its --sync-k. `--loss` names an entry of neighbours.py, if the form has one. Runs with taper that
 # are stored were made when humanline.py had it, as `--taper` and `--prior 1`. The forms without GRPO's ratio clip, and
-# those of DPO with another beta, were added when the verdicts were known; no verdict uses them.
+# those of DPO and KTO with another beta, were added when the verdicts were known; no verdict uses them.
 FORMS = {
     "plain": "--no-humanline",
     "humanline": "--sync-k {k}",
@@ -106,15 +106,14 @@ GRPO_FORMS = {
     "every 64 steps, humanline with taper": "--loss grpo-taper --sync-k {k} --sample-every 64",
     "every 64 steps, humanline with taper and prior": "--loss grpo-taper-prior --sync-k {k} --sample-every 64",
 }
-# Written down before the first run of these: if a sync removes an anchor, which helps where plain is held back, then
-# humanline gains over plain at a larger beta. A task and a beta count where plain ends with a lower pass@1 and nearer to
-# its base than at beta 0.1. There the prediction holds if the 95% interval of the difference, paired by base, lies above
-# 0, and fails if it lies below 0.02.
-DPO_FORMS = {
-    "plain, beta 1": "--no-humanline --beta 1",
-    "humanline, beta 1": "--sync-k {k} --beta 1",
-    "plain, beta 10": "--no-humanline --beta 10",
-    "humanline, beta 10": "--sync-k {k} --beta 10",
+# Written down before the first runs of DPO with these; KTO was added when those of sorting were known. If a sync removes
+# an anchor, which helps where plain is held back, then humanline gains over plain at a larger beta. A task and a beta
+# count where plain ends with a lower pass@1 and nearer to its base than at beta 0.1. There the prediction holds if the
+# 95% interval of the difference, paired by base, lies above 0, and fails if it lies below 0.02.
+BETAS = 1, 10
+AT_BETA = {beta: (f"plain, beta {beta}", f"humanline, beta {beta}") for beta in BETAS}
+BETA_FORMS = {
+    form: f"{FORMS[form.split(',')[0]]} --beta {beta}" for beta, forms in AT_BETA.items() for form in forms
 }
 NEIGHBOURS = {  # published ones
     "grpo": {
@@ -137,12 +136,10 @@ NEIGHBOURS = {  # published ones
         "desirable alone, synced": "--positive-only --sync-k {k}",
     },
 }
-FORMS_OF = {loss: FORMS | NEIGHBOURS[loss] for loss in NEIGHBOURS}
-FORMS_OF["grpo"] = FORMS | GRPO_FORMS | NEIGHBOURS["grpo"]
-FORMS_OF["dpo"] = FORMS | DPO_FORMS | NEIGHBOURS["dpo"]
-SHARING = {loss: [COMPARED] for loss in FORMS_OF}  # groups of forms that share their rates
+MORE_FORMS = dict(grpo=GRPO_FORMS, dpo=BETA_FORMS, kto=BETA_FORMS)
+FORMS_OF = {loss: FORMS | MORE_FORMS[loss] | NEIGHBOURS[loss] for loss in NEIGHBOURS}
+SHARING = {loss: [COMPARED, *AT_BETA.values()] for loss in FORMS_OF}  # groups of forms that share their rates
 SHARING["grpo"] = [COMPARED, ("plain, no ratio clip", "sync alone, no ratio clip")]
-SHARING["dpo"] = [COMPARED, ("plain, beta 1", "humanline, beta 1"), ("plain, beta 10", "humanline, beta 10")]
 TUNING_BASES, TEST_BASES = 2, 5
 SECOND_BASE = 5  # settings of a form that are run on the second tuning base
 FURTHER = 5  # rates on either side of the grid, for forms that share them
