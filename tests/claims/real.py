@@ -77,6 +77,10 @@ def write_rows(task: str, home: Path) -> None:
     for split in TOPICS:
         evaluation.write(home / f"{task}-{split}.jsonl", evaluation.json_lines(make_rows(task, split)))
 
+# Training prompts for which the base draws offline data, as many as one pass needs. On *checked*, half of the prompts or
+# more give samples with equal rewards.
+DRAWN = {"checked": 1080, "sentiment": 540}
+
 # ---------- The list of runs --------------------------------------------------------------------------------
 
 STEPS = 64
@@ -200,15 +204,15 @@ def load_base(model: str, flags: tuple[str, ...]) -> humanline.Sampler:
     return evaluation.load(humanline.parse_config(list(flags)), rewarded=False)
 
 def draw_base(task: str, model: str, home: Path, seed: int) -> Path:
-    """The offline data of a seed: samples of the base for each training prompt, with reward, tokens and log-probs. They
-    are drawn unless the file is there."""
+    """The offline data of a seed: samples of the base for each of DRAWN training prompts, with reward, tokens and
+    log-probs. They are drawn unless the file is there."""
     path = home / f"{task}-{seed}.jsonl"
     if path.exists():
         return path
     flags = [*common_flags(task, model, home), "--sample-every", "1", "--seed", str(seed)]
     config = humanline.parse_config(flags)
     sampler = evaluation.load(config)
-    rows = humanline.read_rows(str(home / f"{task}-train.jsonl"), config, "--data")
+    rows = humanline.read_rows(str(home / f"{task}-train.jsonl"), config, "--data")[: DRAWN[task]]
     prompts = humanline.encode_rows(rows, sampler, online=True)
     groups = evaluation.draw(sampler, prompts, rows, SAMPLES, seed)
     check_one_pass(groups)
@@ -236,7 +240,7 @@ def check_one_pass(groups: list[Group]) -> None:
         if count < needed:
             raise ValueError(
                 f"{STEPS} steps of {loss.upper()} need {needed} pairs, examples or groups, but the samples give "
-                f"{count}: {differ} of {len(groups)} prompts have different rewards. Raise TOPICS."
+                f"{count}: {differ} of {len(groups)} prompts have different rewards. Raise DRAWN."
             )
 
 def train(run: Run, model: str, home: Path) -> dict:
