@@ -489,7 +489,7 @@ def test_the_plan_ends_with_every_form_tuned_and_tested(monkeypatch):
         known |= {run: pretend(run) for run in missing}
     monkeypatch.setattr(experiments, "read_results", lambda path: known)
     tuned = reproduce.Tuned("six-digits")
-    assert tuned.is_complete and len(tuned.forms) == sum(map(len, FORMS_OF.values()))
+    assert tuned.is_complete and len(tuned.forms) == sum(len(experiments.forms_of("six-digits", loss)) for loss in FORMS_OF)
     assert {form.lr for form in tuned.forms.values()} == {2e-4}
     assert tuned.share("dpo", HUMANLINE) == pytest.approx([0.4, 0.4, 0.4])
     assert tuned.best_neighbour("kto").startswith("desirable alone") and not unread([tuned], [])

@@ -71,6 +71,10 @@ def at_start(run: dict) -> float:
     """pass@1 of the base that the run started from."""
     return run["test"][0]
 
+def last_kl(run: dict) -> float:
+    """KL to the base after the last step, in nats a completion."""
+    return run["base_kl"][-1]
+
 def at_best(run: dict) -> float:
     """pass@1 at the measurement that was best on the validation problems; the base is one of them."""
     return run["test"][int(np.argmax(run["validation"]))]
@@ -94,8 +98,8 @@ class Tuned:
         self.is_complete = not self.missing and len(self.tests) == experiments.TEST_BASES
         undone = {(run.loss, run.form) for run in self.missing if run.seed > 100}
         self.forms: dict[tuple[str, str], Form] = {}
-        for loss, names in FORMS_OF.items():
-            for form in names:
+        for loss in FORMS_OF:
+            for form in experiments.forms_of(name, loss):
                 if (loss, form) not in undone:
                     self.add_form(loss, form)
 
@@ -334,6 +338,32 @@ def ratio_clip(tasks: list[Tuned], smollm2: list[first_real.Stored]) -> str:
         rows.append([f"SmolLM2, {cell.task}", f"{NO_CLIP} − {other}", show_difference(difference), ""])
     return markdown("| task | difference | last step | best measurements |", rows)
 
+def held_back(tasks: list[Tuned]) -> list[dict]:
+    """For each loss, task and larger beta: plain and humanline there, plain at beta 0.1, and the outcome of the
+    prediction of experiments.py; none where plain is not held back."""
+    found = []
+    for loss, tuned, beta in itertools.product(decide.DECIDED, tasks, experiments.AT_BETA):
+        plain, synced = experiments.AT_BETA[beta]
+        difference = tuned.compare(loss, synced, plain)
+        if not difference:
+            continue
+        ends = {name: [float(np.mean([of(run) for run in tuned.forms[loss, name].runs.values()])) for of in (last, last_kl)]
+                for name in ("plain", plain, synced)}
+        outcome = None
+        if all(larger < usual for larger, usual in zip(ends[plain], ends["plain"])):
+            is_held, fails = difference["low"] > 0, difference["high"] < MARGIN
+            outcome = decide.HELD if is_held else decide.NOT_HERE if fails else decide.UNDECIDED
+        found.append(difference | dict(loss=loss, task=tuned.name, beta=beta, ends=list(ends.values()), outcome=outcome))
+    return found
+
+def held_back_table(found: list[dict]) -> str:
+    rows = []
+    for one in found:
+        ends = [f"{score:.3f} at {kl:.2f}" for score, kl in one["ends"]]
+        outcome = f"**{one['outcome']}**" if one["outcome"] else "not held back"
+        rows.append([one["loss"].upper(), IN_FIGURES[one["task"]], f"{one['beta']}", *ends, show_difference(one), outcome])
+    return markdown("| loss | task | β | plain, β 0.1: pass@1 at KL | plain, this β | humanline, this β | humanline − plain | prediction |", rows)
+
 def stopped_table(tasks: list[Tuned]) -> str:
     """Tokens that GRPO's own clip stops on the first tuning base, at the rates that tuning chose for humanline and for
     plain."""
@@ -481,6 +511,11 @@ ABOUT_RATIO_CLIP = """Written down before the tuned runs of the small tasks with
 sync alone, were known): if a sync helps GRPO by renewing its ratio clip, plain GRPO without the clip gains as
 much, and a sync adds nothing to it."""
 
+ABOUT_HELD_BACK = f"""Written down before DPO's runs at these β: if a sync removes an anchor, which helps where plain is held back,
+then humanline gains over plain at a larger β. A row counts where plain ends with a lower pass@1 and nearer to its base
+than at β 0.1. There the prediction has *{decide.HELD}* if the 95% interval of the difference lies above 0, and is *{decide.NOT_HERE}*
+if it lies below {MARGIN}. Each form was tuned at each β: for what a sync does at one rate, see the tables of the tasks."""
+
 ABOUT_CORRECTED = """Those differences whose 95% interval lies above or below 0; *corrected*: by Holm's method over the
 tasks of the row."""
 
@@ -495,7 +530,7 @@ for humanline and for plain. On sums and sorting a sync lowers it; on long sums 
 rate."""
 
 def verdicts_page(
-    measures: str, corrected: str, parts: str, clip: str, verdicts: list[dict], taper: dict, prior: dict
+    measures: str, corrected: str, parts: str, clip: str, beta: str, verdicts: list[dict], taper: dict, prior: dict
 ) -> str:
     columns = lambda cell, *names: [IN_FIGURES.get(cell[name], cell[name]) for name in names]
     near = lambda cell: [show_difference(cell), f"{cell['p_same']:.2g}"]
@@ -534,6 +569,9 @@ def verdicts_page(
         "## GRPO without its ratio clip",
         ABOUT_RATIO_CLIP,
         clip,
+        "## DPO and KTO at a larger β",
+        ABOUT_HELD_BACK,
+        beta,
         "## Rule 1: the taper against its best neighbour",
         TAPER_RULE,
         markdown(
@@ -924,6 +962,7 @@ class Everything:
             for cell, (place, facts) in zip(self.cells, self.smollm2.items())
         ]
         self.verdicts = front_verdicts(self.tasks, self.on_smollm2)
+        self.held_back = held_back(self.tasks)
         self.taper, self.prior = taper_rule(self.tasks), prior_rule(self.tasks)
         for one in itertools.chain(*self.compared.values()):
             self.taper["cells"] += taper_cells_of_smollm2(one)
@@ -944,7 +983,8 @@ class Everything:
         clip = f"{ratio_clip(self.tasks, self.cells)}\n\n{ABOUT_STOPPED}\n\n{stopped_table(self.tasks)}"
         corrected = corrected_table(self.tasks, self.on_smollm2)
         texts["verdicts.md"] = verdicts_page(
-            measures, corrected, parts_table(self.tasks), clip, self.verdicts, self.taper, self.prior
+            measures, corrected, parts_table(self.tasks), clip, held_back_table(self.held_back), self.verdicts, self.taper,
+            self.prior,
         )
         tables = {
             "report.md": dict(answer=answer_table(self.answers), differences=differences_table(self.tasks, self.on_smollm2)),
@@ -968,6 +1008,7 @@ class Everything:
                 for one in itertools.chain(*self.compared.values()) if one.loss in decide.DECIDED
             },
             answers=self.answers,
+            held_back=self.held_back,
             verdicts=self.verdicts,
             taper=self.taper,
             prior=self.prior,
