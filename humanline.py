@@ -135,7 +135,7 @@ class Config:
     sync_k: int = 24
     """Set the reference to the policy every k steps; 0: never. Tune it together with --lr. In offline GRPO,
     24 to 128 was best for tiny models, over 128 to 256 steps (8 to 24 with --positive-only); they often
-    collapsed at 8 or less. For SmolLM2, over 64 steps, 4 was best. The paper recommends 12 to 24 for
+    collapsed at 8 or less. For SmolLM2, over 64 steps, 1 to 4 was. The paper recommends 12 to 24 for
     mathematics, where 1 collapsed; its authors use 1 for instructions."""
     perception: Literal["clip", "sample", "none"] = "clip"  # What is done to log-ratios before the loss.
     log_eps_p: float = -1.5  # Lower bound of the clip, in nats.
