@@ -142,8 +142,9 @@ SHARING = {loss: [COMPARED, *AT_BETA.values()] for loss in FORMS_OF}  # groups o
 SHARING["grpo"] = [COMPARED, ("plain, no ratio clip", "sync alone, no ratio clip")]
 
 def forms_of(task: str, loss: str) -> list[str]:
-    """The forms of a loss that are run on a task. KTO, whose runs take longest, has other betas on sorting alone."""
-    left_out = BETA_FORMS if loss == "kto" and task != "five-sorted" else ()
+    """The forms of a loss that are run on a task. KTO, whose runs take longest, has syncs at other betas on sorting
+    alone."""
+    left_out = {synced for _, synced in AT_BETA.values()} if loss == "kto" and task != "five-sorted" else ()
     return [form for form in FORMS_OF[loss] if form not in left_out]
 
 TUNING_BASES, TEST_BASES = 2, 5
@@ -251,7 +252,7 @@ def plan(task: Task, known: dict[Run, dict], seeds: tuple[list[int], list[int]])
     runs = []
     for loss in FORMS_OF:
         of_loss, forms = Plan(task, loss, known, *seeds), forms_of(task.name, loss)
-        groups = [group for group in SHARING[loss] if group[0] in forms]
+        groups = [tuple(form for form in group if form in forms) for group in SHARING[loss]]
         for group in groups:
             runs += of_loss.sharing(group)
         for form in forms:
