@@ -464,11 +464,11 @@ def above_and_below_mean(group: Group, sequences: list[Sequence]) -> list[list[S
     return [[sequence] for sequence in sequences]
 
 def set_kto_weights(sequences: list[Sequence], config: Config) -> None:
-    """λ_D and λ_U. By default λ_D n_D = λ_U n_U (Ethayarajh et al. 2024, section 4.2)."""
+    """λ_D and λ_U. By default λ_D n_D = λ_U n_U (Ethayarajh et al. 2024, section 4.2). `sequences` are those
+    with a gradient, and with --positive-only also the undesirable ones."""
     desirable = sum(sequence.advantage > 0 for sequence in sequences)
-    balanced = config.undesirable_weight * (len(sequences) - desirable) / max(1, desirable)
-    if balanced == 0:  # all examples are desirable
-        balanced = 1.0
+    # 1 if all examples are desirable.
+    balanced = config.undesirable_weight * (len(sequences) - desirable) / max(1, desirable) or 1.0
     for sequence in sequences:
         sequence.kto_weight = 0.0 if config.positive_only else config.undesirable_weight
         if sequence.advantage > 0:
@@ -1504,14 +1504,15 @@ def encode_rows(rows: list[Row], sampler: "Sampler", online: bool, flag: str = "
         if are_tokens_of(sampler, row):
             if len(row.logps) == len(row.tokens):
                 group.logps = row.logps
-            unfinished += any(ids[-1] not in stops and not cut for ids, cut in zip(row.tokens, row.truncated))
+            group.truncated = [cut or ids[-1] not in stops for ids, cut in zip(row.tokens, row.truncated)]
+            unfinished += group.truncated != row.truncated
         else:
-            foreign += len(row.tokens) > 0
+            foreign += bool(row.tokens)
             group.prompt = os.path.commonprefix([prompt, *wholes])
             group.completions = [
                 cut_at_stop([*ids[len(group.prompt):], stops[0]], stops,
-                            len(re.findall(sampler.stop_pattern, text)))
-                for ids, text in zip(wholes, row.completions)
+                            len(re.findall(sampler.stop_pattern, text)))[: -1 if cut else None]
+                for ids, text, cut in zip(wholes, row.completions, row.truncated)
             ]
             if len(set(map(tuple, group.completions))) == 1:  # none is better
                 group.rewards = [fmean(row.rewards)] * len(row.rewards)
@@ -1691,8 +1692,8 @@ class Batches:
             mismatched = self.mismatch(sequences) if self.loss.needs_mismatched else []
             no_difference = None
             if self.config.sample_every or self.loss.unit == "group":
-                no_difference = fmean([max(group.rewards) == min(group.rewards) for group in groups])
-            reward = fmean([fmean(group.rewards) for group in groups])
+                no_difference = fmean(max(group.rewards) == min(group.rewards) for group in groups)
+            reward = fmean(fmean(group.rewards) for group in groups)
             is_on_policy = rollouts is not None and step == first
             self.pending.append(Batch(step, sequences, mismatched, reward, no_difference, is_on_policy))
             self.made_until = step
@@ -1736,7 +1737,8 @@ def prepare_groups(groups: list[Group], config: Config) -> list[list[list[Sequen
         for sequence, logps in zip(sequences, group.logps):
             sequence.sampler_logps = torch.tensor(logps, dtype=torch.float32)
         prepared.append(loss.make_units(group, sequences))
-    loss.set_weights([sequence for units in prepared for unit in units for sequence in unit], config)
+    loss.set_weights([sequence for units in prepared for unit in units for sequence in unit
+                      if not (sequence.truncated and config.mask_truncated)], config)
     return prepared
 
 def is_idle(sequence: Sequence, config: Config) -> bool:
@@ -1764,8 +1766,7 @@ class Sampler:
             self.stop_ids = find_stop_ids(policy, tokenizer)
         stop_texts = filter(None, tokenizer.convert_ids_to_tokens(self.stop_ids))  # None: it has no such id
         self.stop_pattern = "|".join(map(re.escape, stop_texts))
-        positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-        self.max_positions = positions or 2**31
+        self.max_positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or 2**31
         # of a prompt with its completion, in tokens
         self.longest = min(self.max_positions, config.max_length or self.max_positions)
         self.vocabulary = set(range(len(policy.get_input_embeddings().weight)))
@@ -1817,7 +1818,7 @@ class Sampler:
             texts = self.texts([ids for _, ids in samples])
             attempted[start] = self.reward.attempt(
                 [row.prompt for row, _ in samples], texts, [row.fields for row, _ in samples])
-        rewards = iter(self.reward.settle(list(itertools.chain(*in_order(attempted)))))
+        rewards = iter(self.reward.settle(sum(in_order(attempted), [])))
         for group in groups:
             group.rewards = list(itertools.islice(rewards, len(group.rewards)))
 
@@ -2226,10 +2227,10 @@ class Reference:
 
     def swap_weights(self) -> None:
         """Exchange the weights of the policy and of the reference."""
-        for i, part in enumerate(self.parts):
+        for part, weight in zip(self.parts, self.weights):
             present = part.clone()
-            part.copy_(self.weights[i])
-            self.weights[i].copy_(present)
+            part.copy_(weight)
+            weight.copy_(present)
 
 def attach_logps(name: Literal["ref_logps", "old_logps"], policy: Module, batches: list[Batch],
                  config: Config) -> None:
@@ -2282,8 +2283,7 @@ def make_microbatch(packed: list[Packed], device: torch.device) -> Microbatch:
     """The record of a microbatch before the forward pass. Only here are completions padded."""
     sequences = list(itertools.chain(*packed))
     lengths = torch.tensor([len(sequence.completion) for sequence in sequences])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    mask = mask.to(device, non_blocking=True)
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device, non_blocking=True)
     columns = {}
     unknown_values = dict(ref_logps=math.nan, old_logps=math.nan, sampler_logps=math.nan, verdicts=0)
     for name, unknown in unknown_values.items():
@@ -2537,7 +2537,7 @@ def join_ranks() -> torch.device:
 
 def in_order(values: dict[int, Any]) -> list:
     """The values of all ranks, in the order of their keys."""
-    everything = {key: value for part in gather_from_ranks(values) for key, value in part.items()}
+    everything = ChainMap(*gather_from_ranks(values))
     return [everything[key] for key in sorted(everything)]
 
 def gather_from_ranks(value: Any) -> list:

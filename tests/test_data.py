@@ -1,5 +1,6 @@
 """Data: from rows on disk to groups to the units of each loss, and the formats of well-known data sets."""
 
+import dataclasses
 import json
 import os
 
@@ -71,6 +72,9 @@ def test_kto_gives_desirable_and_undesirable_examples_the_same_total_weight_by_d
     both = weights(GROUP, desirable_weight=1.1, undesirable_weight=0.5)
     assert both == [0.5, 1.1, 0.5, 0.5]
     assert weights(LABEL) == [1.0]
+    cut_off = dataclasses.replace(GROUP, truncated=[False, False, True, True])
+    [trained] = humanline.prepare_groups([cut_off], Config(loss="kto", mask_truncated=True))
+    assert [sequence.kto_weight for [sequence] in trained[:2]] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("ending", ["JSONL", "json", "parquet"])
@@ -217,8 +221,17 @@ def test_tokens_and_log_probs_have_the_names_of_vllm_and_trl_too(tiny, names, ca
     assert (group.completions, group.logps) == ([[74, 3]], [[-0.5, -0.5]])
     assert "warning" not in capsys.readouterr().err
     row = line("b", [74])  # of a program that leaves the stop token out
-    encoded(tiny, [row, row | dict(finish_reason="length"), row | dict(truncated=True)])
+    _, groups = encoded(tiny, [row, row | dict(finish_reason="length"), row | dict(truncated=True)])
     assert "the tokens of 1 rows end without '<eos>' and count as cut off" in capsys.readouterr().err
+    assert all(group.truncated == [True] for group in groups)
+
+
+def test_a_text_that_was_cut_off_teaches_no_end(tiny):
+    rows = [dict(prompt="a", completion="b c", reward=1) | more
+            for more in ({}, dict(finish_reason="length"), dict(truncated=True), dict(finish_reason="stop"))]
+    tokenizer, groups = encoded(tiny, rows)
+    texts = [tokenizer.decode(ids) for group in groups for ids in group.completions]
+    assert texts == ["b c<eos>", "b c", "b c", "b c<eos>"]
 
 
 def test_tokens_without_log_probs_are_used(tiny):
