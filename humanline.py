@@ -1146,8 +1146,7 @@ def load_weights(config: Config, device: torch.device) -> Module:
         require(not config.lora, f"--model {name} already has adapters; merge them before using --lora")
         name = PeftConfig.from_pretrained(name).base_model_name_or_path
     is_frozen_on_gpu = config.lora and device.type == "cuda" and config.dtype != "float32"
-    is_bf16 = config.dtype == "bfloat16" or is_frozen_on_gpu
-    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" or is_frozen_on_gpu else torch.float32
     policy, info = AutoModelForCausalLM.from_pretrained(
         name, output_loading_info=True, dtype=dtype, attn_implementation=config.attn,
         trust_remote_code=config.trust_remote_code)
@@ -1778,7 +1777,7 @@ class Sampler:
     def check_columns(self, rows: list[Row]) -> None:
         """Raises UserError for the first row without a column that the reward needs."""
         name = self.config.reward
-        columns = NEEDED_COLUMNS.get(name) if self.reward else None
+        columns = self.reward and NEEDED_COLUMNS.get(name)
         for row in rows if columns else ():
             require(any(row.fields.get(column) is not None for column in columns),
                     f"{row.where}: no {' and no '.join(columns)}; --reward {name} needs it")
@@ -1894,8 +1893,8 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
     settings = GenerationConfig(do_sample=False, eos_token_id=stops, pad_token_id=pad,
                                 max_new_tokens=config.max_new_tokens, disable_compile=True)
 
-    ids = [torch.tensor(prompt) for prompt in prompts]
-    mask = [torch.ones_like(prompt) for prompt in ids]
+    ids = list(map(torch.tensor, prompts))
+    mask = list(map(torch.ones_like, ids))
     ids = pad_sequence(ids, True, pad, padding_side="left").to(policy.device)
     mask = pad_sequence(mask, True, 0, padding_side="left").to(policy.device)
     model_settings = policy.generation_config
@@ -1912,8 +1911,7 @@ def sample(policy: Module, prompts: list[list[int]], stops: list[int], config: C
         policy.generation_config = model_settings
 
     completions = []
-    drawn = drawn[:, ids.shape[1] :]
-    for tokens, values in zip(drawn.tolist(), torch.cat(logps, 1).tolist()):
+    for tokens, values in zip(drawn[:, ids.shape[1] :].tolist(), torch.cat(logps, 1).tolist()):
         tokens = cut_at_stop(tokens, stops)
         values = [round(value, 5) for value in values[: len(tokens)]]
         completions.append((tokens, values))
@@ -2261,8 +2259,7 @@ def sequence_logps(policy: Module, sequences: list[Sequence], config: Config) ->
     flat = torch.cat(list(parts.values()))
     if WORLD_SIZE > 1:
         dist.all_reduce(flat)
-    lengths = [len(sequence.completion) for sequence in sequences]
-    return [part.clone() for part in flat.cpu().split(lengths)]
+    return [part.clone() for part in flat.cpu().split([*map(len, parts.values())])]
 
 def microbatches(policy: Module, sequences: list[Sequence], config: Config) -> list[Microbatch]:
     """This rank's share of the sequences in microbatches of at most --microbatch-tokens. With FSDP, all ranks
@@ -2596,10 +2593,12 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         reference.swap_weights()
     state = dict(step=step, settings=dataclasses.asdict(config) | dict(steps=batches.steps),
                  data=batches.fingerprint, made_until=batches.made_until, reference_until=reference.until,
-                 has_reference=reference.weights is not None, batches=list(batches.pending))
+                 has_reference=reference.weights is not None, batches=batches.pending)
     if RANK != 0:
         return
-    text = json.dumps(state, default=lambda item: item.tolist() if isinstance(item, Tensor) else vars(item))
+    # Offline plain runs write the log-probs of all remaining data. Numbers would take four times as long.
+    text = json.dumps(state, default=lambda item: item.numpy().tobytes().hex() if isinstance(item, Tensor)
+                      else vars(item))
     try:
         with new_folder(path) as folder:
             save_file(tensors, folder / "tensors.safetensors")
@@ -2723,7 +2722,8 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
 
     def from_json(item: dict) -> Any:
         if "completion" in item:
-            logps = {name: torch.tensor(item[name]) for name in item if "logps" in name and item[name]}
+            logps = {name: torch.frombuffer(bytearray.fromhex(item[name]), dtype=torch.float32)
+                     for name in item if "logps" in name and item[name]}
             return Sequence(**item | logps)
         return Batch(**item) if "sequences" in item else item
 
@@ -2977,7 +2977,7 @@ def check_config(config: Config) -> None:
     require(config.resume != "latest" or config.out,
             "--resume latest needs the folder of the run; pass --out")
 
-FORMAT = 5  # of run folders; increased when older ones can no longer be resumed
+FORMAT = 6  # of run folders; increased when older ones can no longer be resumed
 TOML_HEAD = f"# python humanline.py --config THIS_FILE repeats the run. Format {FORMAT}.\n"
 
 def to_toml(config: Config) -> str:

@@ -236,6 +236,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(run, flags, stop
     assert timeless(resumed) == timeless(whole)[stop:] and same_weights(resumed, whole)
 
 
+def test_a_checkpoint_holds_the_bits_of_log_probs_which_read_faster_than_numbers(run):
+    folder = run("--loss kto --no-humanline --save-every 2 --keep 3") / "checkpoint" / "step-00000002"
+    state = humanline.json.loads((folder / "state.json").read_text())
+    sequences = [sequence for batch in state["batches"] for sequence in batch["sequences"]]
+    assert len(sequences) == 4 * 4  # of four more steps
+    assert all(len(sequence["ref_logps"]) == 8 * len(sequence["completion"]) for sequence in sequences)
+
+
 def test_a_run_reads_all_of_its_data(run, tiny, data_files, capsys):
     both = f"{data_files['groups']} {data_files['labels']}"
     run("--loss kto", flags=short_run(tiny, both))
