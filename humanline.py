@@ -594,8 +594,7 @@ def train(config: Config) -> "Run":
                     f"checkpoints are in {run.out / 'checkpoint'} (see --save-every)")
             if step in syncs:
                 reference.sync(syncs[step], batches.make(syncs[step]))
-            report["lr"] = config.lr * min(1, step / max(1, warmup))
-            optimizer.param_groups[0]["lr"] = report["lr"]
+            report["lr"] = optimizer.param_groups[0]["lr"] = config.lr * min(1, step / max(1, warmup))
             optimizer.step()
             optimizer.zero_grad()
             report["step_seconds"] = time.perf_counter() - started
@@ -3015,9 +3014,10 @@ def describe(run: Run, first: int) -> None:
 def changes(run: Run) -> Iterator[str]:
     """Three held-out prompts, each with a sample and its reward before and after training, as lines of text.
     The first prompt is one whose completion changed."""
-    lines = list(read_lines(run.out / "eval_rollouts.jsonl"))
-    samples = ([line for line in lines if line["step"] == step] for step in (0, run.batches.steps))
-    pairs = list(zip(*samples))[:: run.config.eval_samples]  # one per prompt
+    lines = list(read_lines(run.out / "eval_rollouts.jsonl"))[::-1]  # the first sample of a prompt is kept
+    old, new = ({str(line["prompt"]): line for line in lines if line["step"] == step}
+                for step in (0, run.batches.steps))
+    pairs = [(old[prompt], new[prompt]) for prompt in reversed(old) if prompt in new]
     first = next((pair for pair in pairs if pair[0]["completion"] != pair[1]["completion"]), None)
     for before, after in sorted(pairs, key=lambda pair: pair is not first)[:3]:
         yield f"prompt  {before['prompt'][-1]['content']!r:.100}"

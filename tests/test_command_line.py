@@ -361,9 +361,8 @@ def test_held_out_prompts_are_shown_a_line_a_completion_one_that_changed_first(t
         return dict(step=step, row=row, prompt=prompt, completion=text, reward=step / 3)
 
     write_jsonl(tmp_path / "eval_rollouts.jsonl",
-                [line(step, row) for step in (0, 3, 7) for row in range(4) for _ in range(2)])
-    run = SimpleNamespace(config=SimpleNamespace(eval_samples=2), out=tmp_path,
-                          batches=SimpleNamespace(steps=7))
+                [line(step, row) for step in (0, 3, 7) for row in range(4) for _ in range(2 if step < 7 else 3)])
+    run = SimpleNamespace(out=tmp_path, batches=SimpleNamespace(steps=7))  # resumed with another --eval-samples
     shown = list(humanline.changes(run))
     long = repr("a line\n" * 99)[:85]
     assert shown[:3] == ["prompt  'row 2'", "before  'b\\n'  reward 0", f"after   {long}  reward 2.33"]
