@@ -142,9 +142,13 @@ SHARING = {loss: [COMPARED, *AT_BETA.values()] for loss in FORMS_OF}  # groups o
 SHARING["grpo"] = [COMPARED, ("plain, no ratio clip", "sync alone, no ratio clip")]
 
 def forms_of(task: str, loss: str) -> list[str]:
-    """The forms of a loss that are run on a task. KTO, whose runs take longest, has syncs at other betas on sorting
-    alone."""
-    left_out = {synced for _, synced in AT_BETA.values()} if loss == "kto" and task != "five-sorted" else ()
+    """The forms of a loss that are run on a task. KTO, whose runs take longest, has all other betas on sorting, on long
+    sums those without syncs, and on sums none."""
+    left_out = dict.fromkeys(BETA_FORMS) if loss == "kto" else {}
+    if task == "five-sorted":
+        left_out = {}
+    elif task == "six-digits":
+        left_out = {form for form in left_out if form.startswith("humanline")}
     return [form for form in FORMS_OF[loss] if form not in left_out]
 
 TUNING_BASES, TEST_BASES = 2, 5
@@ -253,7 +257,7 @@ def plan(task: Task, known: dict[Run, dict], seeds: tuple[list[int], list[int]])
     for loss in FORMS_OF:
         of_loss, forms = Plan(task, loss, known, *seeds), forms_of(task.name, loss)
         groups = [tuple(form for form in group if form in forms) for group in SHARING[loss]]
-        for group in groups:
+        for group in filter(None, groups):
             runs += of_loss.sharing(group)
         for form in forms:
             if not any(form in group for group in groups):
