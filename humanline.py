@@ -1816,7 +1816,7 @@ class Sampler:
             texts = self.texts([ids for _, ids in samples])
             attempted[start] = self.reward.attempt(
                 [row.prompt for row, _ in samples], texts, [row.fields for row, _ in samples])
-        rewards = iter(self.reward.settle(sum(in_order(attempted), [])))
+        rewards = iter(self.reward.settle([*itertools.chain(*in_order(attempted))]))
         for group in groups:
             group.rewards = list(itertools.islice(rewards, len(group.rewards)))
 
