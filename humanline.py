@@ -451,15 +451,14 @@ class Microbatch:
     loss may add its own."""
 
 def best_against_worst(group: Group, sequences: list[Sequence]) -> list[list[Sequence]]:
-    """DPO: the best and the worst completion form a pair, unless all rewards are equal."""
-    best, worst = max(group.rewards), min(group.rewards)
-    if best == worst:
-        return []
-    return [[sequences[group.rewards.index(reward)] for reward in (best, worst)]]
+    """DPO: the best and the worst completion form a pair, unless all advantages are equal."""
+    advantage = lambda sequence: sequence.advantage
+    best, worst = max(sequences, key=advantage), min(sequences, key=advantage)
+    return [[best, worst]] if best.advantage > worst.advantage else []
 
 def above_and_below_mean(group: Group, sequences: list[Sequence]) -> list[list[Sequence]]:
-    """KTO: each completion is an example; without labels, none of a group whose rewards are all equal."""
-    if not group.labelled and max(group.rewards) == min(group.rewards):
+    """KTO: each completion is an example; without labels, none of a group whose advantages are all equal."""
+    if not group.labelled and len({sequence.advantage for sequence in sequences}) == 1:
         return []
     return [[sequence] for sequence in sequences]
 
