@@ -509,6 +509,9 @@ class Loss:
     Online without syncs, x.d is None unless --kl-beta is set. With --positive-only, a loss of pairs that lists
     it in its settings gets the chosen sequences alone, and x.d and x.perceived are None.
 
+    Perception stops the gradient of x.perceived, not of x.logps. A loss of weighted log-probs, such as CISPO,
+    becomes a humanline variant if it reads x.perceived instead: elsewhere its gradient is that of x.logps.
+
     Sequences with an advantage of 0 are idle, see `is_idle`: they have no part in x, and a loss of 0. A loss
     with another gradient than that of the advantage, such as an entropy bonus, must set needs_all."""
 
@@ -620,7 +623,8 @@ def sync_steps(config: Config, steps: int) -> dict[int, int]:
 
 def forward_backward(policy: Module, batch: "Batch", config: Config) -> dict[str, float]:
     """Set the .grad of the parameters, which are None or 0, to the gradient of the batch's mean loss; returns
-    what the step logs. All means are over the global batch: microbatches and ranks do not change the result."""
+    what the step logs. All means are over the global batch: microbatches and ranks do not change the result.
+    For a running mean over steps, start from the last metrics in Run.latest, which a resume restores."""
     loss = LOSSES[config.loss]
     totals = Counter()  # of each metric; see `add_metrics`
     total_loss = torch.zeros((), device=policy.device)
@@ -792,7 +796,8 @@ class Run:
         self.stack = stack
         self.started = time.perf_counter()
         self.stopped_at: int | None = None  # the step after which a signal stopped the run
-        self.latest: dict[str, float] = {}  # latest value of every metric, and values before the first step
+        # Latest value of every metric, also after a resume, and values before the first step.
+        self.latest: dict[str, float] = {}
         self.watch = Watch()
         require(config.model, "--model is missing; pass a Hugging Face name or a folder")
         require(config.data, "--data is missing; pass a file or a data set of the hub")
@@ -1658,7 +1663,7 @@ class Batches:
         prompts = {tuple(group.prompt) for group in groups}
         if self.loss.needs_mismatched and 1 in (self.per_step, len(prompts)):
             warn("z₀ is 0 in every step, as a batch has only one prompt; raise --batch-size, or add prompts")
-        self.steps = config.steps or len(self.pool) // self.per_step  # in the whole run
+        self.steps = config.steps = config.steps or len(self.pool) // self.per_step  # in the whole run
         self.order = []  # indices into the pool; each epoch is shuffled anew
         while len(self.order) < self.steps * self.per_step:
             epoch = len(self.order) // len(self.pool)
@@ -2181,8 +2186,9 @@ class Reference:
     weights of the reference (with LoRA, its adapters) are kept in host memory, and swapped into the policy for
     one pass over the batches that are known to need them.
 
-    For a reference that is not a copy of the policy, such as an average, override `sync` and set `weights`;
-    they have the policy's dtype, and in bf16 an average would lose its small steps."""
+    For a reference that is not a copy of the policy, such as an average, override `sync`, which is called at
+    the steps of `sync_steps`: set `weights`, and ignore `ahead`, which the policy would score. The weights
+    have the policy's dtype; in bf16 an average would lose its small steps."""
 
     def __init__(self, policy: Module, batches: Batches, config: Config):
         self.policy, self.batches, self.config = policy, batches, config
@@ -2589,8 +2595,8 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         reference.swap_weights()
         tensors |= gather_whole({f"reference:{name}": p for name, p in trained(policy).items()})
         reference.swap_weights()
-    state = dict(step=step, settings=dataclasses.asdict(config) | dict(steps=batches.steps),
-                 data=batches.fingerprint, made_until=batches.made_until, reference_until=reference.until,
+    state = dict(step=step, settings=dataclasses.asdict(config), data=batches.fingerprint,
+                 made_until=batches.made_until, reference_until=reference.until,
                  has_reference=reference.weights is not None, batches=batches.pending)
     if RANK != 0:
         return
@@ -2726,8 +2732,7 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         return Batch(**item) if "sequences" in item else item
 
     state = json.loads((path / "state.json").read_text(), object_hook=from_json)
-    present = dataclasses.asdict(config) | dict(steps=batches.steps)
-    for name, value in json.loads(json.dumps(present)).items():
+    for name, value in json.loads(json.dumps(dataclasses.asdict(config))).items():
         before = state["settings"].get(name, value)
         require(name in FREE_ON_RESUME or value == before,
                 f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with that, or "

@@ -12,7 +12,7 @@ import torch
 from against_plain import (SAME, largest_difference, module_of, weights_of_humanline, weights_of_plain,
                            write_data)
 from conftest import (
-    ROOT, agree, gradient, metrics, policy_of, random_batch, same_weights, train_on_two_ranks)
+    ROOT, agree, gradient, metrics, policy_of, random_batch, same_weights, train_on_two_ranks, write_jsonl)
 
 import humanline
 from humanline import LOSSES, Loss, best_against_worst
@@ -380,7 +380,36 @@ def test_a_schedule_needs_one_edit_and_a_resumed_run_keeps_it(tiny, data_files, 
     assert [line["lr"] for line in metrics(tmp_path / "out")] == whole and whole[-1] == 0 < whole[0]
 
 
-# Eight changes of research, each with the same change of plain.py: a case, the edits of humanline.py, and those
+RUNNING_Z0 = [("""
+            reference.score(batch)
+""", """
+            reference.score(batch)
+            batch.last_z0 = run.latest.get("z0", 0.0)
+"""), ("""
+    return perceived.sum(-1).mean().clamp(min=0).to(policy.device)
+""", """
+    return 0.5 * batch.last_z0 + 0.5 * perceived.sum(-1).mean().clamp(min=0).to(policy.device)
+""")]
+
+
+def test_a_running_mean_of_z0_starts_from_the_metrics_and_a_resumed_run_keeps_it(tiny, tmp_path):
+    changed, out = patched(tmp_path, *RUNNING_Z0), tmp_path / "out"
+    write_jsonl(tmp_path / "rows.jsonl", [  # the same answer is desirable to all prompts, so z0 is positive
+        dict(prompt=f"{i}", completion="abc" if i % 4 else "xyz", label=i % 4 > 0) for i in range(48)])
+    flags = (f"--model {tiny} --data {tmp_path}/rows.jsonl --loss kto --batch-size 8 --lr 1e-2 --save-every 3 "
+             f"--out {out}").split()
+    changed.train(changed.parse_config(flags))
+    whole = metrics(out)
+    shutil.rmtree(out / "final")
+    shutil.rmtree(out / "checkpoint" / "step-00000006")
+    changed.train(changed.parse_config([*flags, "--resume", "latest"]))
+    again = metrics(out)
+    assert [line["z0"] for line in again] == [line["z0"] for line in whole]
+    assert [line["loss"] for line in again] == [line["loss"] for line in whole]
+    assert whole[3]["z0"] > 0.4 * whole[2]["z0"] > 0  # so that the state matters
+
+
+# Changes of research, each with the same change of plain.py: a case, the edits of humanline.py, and those
 # of plain.py.
 
 KTO_Z0 = """
@@ -388,6 +417,18 @@ KTO_Z0 = """
 """, """
                 pairs.append(Sample(sample.prompt, other.completion, advantage=sample.advantage))
 """
+SHAPED = [("""
+        rewards = torch.tensor(group.rewards, dtype=torch.float64)
+""", """
+        rewards = torch.tensor(group.rewards, dtype=torch.float64)
+        rewards -= torch.tensor([sum(ids) % 101 / 101 for ids in group.completions], dtype=torch.float64)
+""")], [("""
+        rewards = [sample.reward for sample in group]
+""", """
+        for sample in group:
+            sample.reward -= sum(sample.completion) % 101 / 101
+        rewards = [sample.reward for sample in group]
+""")]
 CHANGES = {
     "bounds of the clip by the sign of the advantage": (
         dict(loss="kto", sync_k=2), [("""
@@ -469,6 +510,37 @@ def perceive(d, batch):
 """, """
     ends = torch.tensor([[sample.completion[-1] == 3] for sample in batch])
     return (mask * losses * ends).sum() / mask.sum()
+""")]),
+    "rewards shaped by the tokens, in DPO": (
+        dict(loss="dpo", reward="coin", sync_k=2, sample_every=2), *SHAPED),
+    "rewards shaped by the tokens, in KTO": (
+        dict(loss="kto", reward="coin", sync_k=2, sample_every=2), *SHAPED),
+    "CISPO": (
+        dict(loss="grpo", sync_k=2), [("""
+    return grpo_loss(x.d, x.perceived, x.advantages, config.epsilon, config.kl_beta, high)
+""", """
+    return -(ratio.clamp(max=1 + high) * advantages) * x.perceived
+""")], [("""
+    losses = -torch.min(advantages * ratio, advantages * clipped)
+""", """
+    is_kept = (d >= config.log_eps_p) & (d <= config.log_eps_r)
+    losses = -(is_kept * ratio.detach().clamp(max=1 + EPSILON) * advantages) * logps
+""")]),
+    "bounds that anneal over the steps of one pass": (
+        dict(loss="dpo", sync_k=2, steps=None), [("""
+        low = config.log_eps_p
+        high = config.log_eps_r
+""", """
+        low, high = (bound * x.step / config.steps for bound in (config.log_eps_p, config.log_eps_r))
+""")], [("""
+        return d.clamp(config.log_eps_p, config.log_eps_r)
+""", """
+        return d.clamp(config.log_eps_p * step / config.steps, config.log_eps_r * step / config.steps)
+"""), ("""
+    size = config.batch_size
+""", """
+    size = config.batch_size
+    config.steps = len(rows) // size
 """)]),
     "RLOO": (
         dict(loss="grpo", sync_k=2), [("""
