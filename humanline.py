@@ -596,7 +596,8 @@ def train(config: Config) -> "Run":
                     f"checkpoints are in {run.out / 'checkpoint'} (see --save-every)")
             if step in syncs:
                 reference.sync(syncs[step], batches.make(syncs[step]))
-            report["lr"] = optimizer.param_groups[0]["lr"] = config.lr * min(1, step / max(1, warmup))
+            report["lr"] = config.lr * min(1, step / max(1, warmup))
+            optimizer.param_groups[0]["lr"] = report["lr"]
             optimizer.step()
             optimizer.zero_grad()
             report["step_seconds"] = time.perf_counter() - started

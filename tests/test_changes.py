@@ -89,10 +89,10 @@ SYNC_AT_FIRST = """
                 reference.sync()
 """
 COSINE = """
-            report["lr"] = optimizer.param_groups[0]["lr"] = config.lr * min(1, step / max(1, warmup))
+            report["lr"] = config.lr * min(1, step / max(1, warmup))
 """, """
-            cosine = (1 + math.cos(math.pi * step / config.steps)) / 2
-            report["lr"] = optimizer.param_groups[0]["lr"] = config.lr * cosine * min(1, step / max(1, warmup))
+            report["lr"] = config.lr * min(1, step / max(1, warmup))
+            report["lr"] *= (1 + math.cos(math.pi * step / batches.steps)) / 2
 """
 
 
