@@ -1664,7 +1664,7 @@ class Batches:
         prompts = {tuple(group.prompt) for group in groups}
         if self.loss.needs_mismatched and 1 in (self.per_step, len(prompts)):
             warn("z₀ is 0 in every step, as a batch has only one prompt; raise --batch-size, or add prompts")
-        self.steps = config.steps = config.steps or len(self.pool) // self.per_step  # in the whole run
+        self.steps = config.steps or len(self.pool) // self.per_step  # in the whole run
         self.order = []  # indices into the pool; each epoch is shuffled anew
         while len(self.order) < self.steps * self.per_step:
             epoch = len(self.order) // len(self.pool)
@@ -2596,8 +2596,8 @@ def save_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         reference.swap_weights()
         tensors |= gather_whole({f"reference:{name}": p for name, p in trained(policy).items()})
         reference.swap_weights()
-    state = dict(step=step, settings=dataclasses.asdict(config), data=batches.fingerprint,
-                 made_until=batches.made_until, reference_until=reference.until,
+    state = dict(step=step, settings=dataclasses.asdict(config) | dict(steps=batches.steps),
+                 data=batches.fingerprint, made_until=batches.made_until, reference_until=reference.until,
                  has_reference=reference.weights is not None, batches=batches.pending)
     if RANK != 0:
         return
@@ -2733,7 +2733,8 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer, reference: Ref
         return Batch(**item) if "sequences" in item else item
 
     state = json.loads((path / "state.json").read_text(), object_hook=from_json)
-    for name, value in json.loads(json.dumps(dataclasses.asdict(config))).items():
+    present = dataclasses.asdict(config) | dict(steps=batches.steps)
+    for name, value in json.loads(json.dumps(present)).items():
         before = state["settings"].get(name, value)
         require(name in FREE_ON_RESUME or value == before,
                 f"--resume {path}: the run has {flag_of(name)} {before}, not {value}; resume it with that, or "

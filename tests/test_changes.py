@@ -526,8 +526,8 @@ def perceive(d, batch):
     is_kept = (d >= config.log_eps_p) & (d <= config.log_eps_r)
     losses = -(is_kept * ratio.detach().clamp(max=1 + EPSILON) * advantages) * logps
 """)]),
-    "bounds that anneal over the steps of one pass": (
-        dict(loss="dpo", sync_k=2, steps=None), [("""
+    "bounds that anneal over --steps": (
+        dict(loss="dpo", sync_k=2), [("""
         low = config.log_eps_p
         high = config.log_eps_r
 """, """
@@ -536,11 +536,6 @@ def perceive(d, batch):
         return d.clamp(config.log_eps_p, config.log_eps_r)
 """, """
         return d.clamp(config.log_eps_p * step / config.steps, config.log_eps_r * step / config.steps)
-"""), ("""
-    size = config.batch_size
-""", """
-    size = config.batch_size
-    config.steps = len(rows) // size
 """)]),
     "RLOO": (
         dict(loss="grpo", sync_k=2), [("""

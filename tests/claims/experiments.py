@@ -142,13 +142,13 @@ SHARING = {loss: [COMPARED, *AT_BETA.values()] for loss in FORMS_OF}  # groups o
 SHARING["grpo"] = [COMPARED, ("plain, no ratio clip", "sync alone, no ratio clip")]
 
 def forms_of(task: str, loss: str) -> list[str]:
-    """The forms of a loss that are run on a task. KTO, whose runs take longest, has all other betas on sorting, on long
-    sums those without syncs, and on sums none."""
-    left_out = dict.fromkeys(BETA_FORMS) if loss == "kto" else {}
-    if task == "five-sorted":
-        left_out = {}
-    elif task == "six-digits":
-        left_out = {form for form in left_out if form.startswith("humanline")}
+    """The forms of a loss that are run on a task. At other betas sorting has all, long sums all but KTO with syncs, whose
+    runs take longest, and sums none."""
+    left_out: Collection[str] = ()
+    if task == "two-digits":
+        left_out = BETA_FORMS
+    elif (task, loss) == ("six-digits", "kto"):
+        left_out = [synced for _, synced in AT_BETA.values()]
     return [form for form in FORMS_OF[loss] if form not in left_out]
 
 TUNING_BASES, TEST_BASES = 2, 5
