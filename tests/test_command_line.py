@@ -360,9 +360,10 @@ def test_held_out_prompts_are_shown_a_line_a_completion_one_that_changed_first(t
         prompt = [dict(role="user", content=f"row {row}")]
         return dict(step=step, row=row, prompt=prompt, completion=text, reward=step / 3)
 
+    counts = {0: 2, 3: 2, 7: 3}  # --eval-samples, which a resume may change
     write_jsonl(tmp_path / "eval_rollouts.jsonl",
-                [line(step, row) for step in (0, 3, 7) for row in range(4) for _ in range(2 if step < 7 else 3)])
-    run = SimpleNamespace(out=tmp_path, batches=SimpleNamespace(steps=7))  # resumed with another --eval-samples
+                [line(step, row) for step in counts for row in range(4) for _ in range(counts[step])])
+    run = SimpleNamespace(out=tmp_path, batches=SimpleNamespace(steps=7))
     shown = list(humanline.changes(run))
     long = repr("a line\n" * 99)[:85]
     assert shown[:3] == ["prompt  'row 2'", "before  'b\\n'  reward 0", f"after   {long}  reward 2.33"]
