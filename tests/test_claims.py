@@ -736,22 +736,20 @@ def test_what_the_report_says_in_numbers_is_computed(everything):
         "Nothing above 135 M parameters", "SmolLM2-135M", "SmolLM2", "pass@1", "temperature 1", "95% intervals",
         "at 8B", "in bf16", "the ratio back to 1",
     ]
-    ends = {}  # of plain at beta 0.1 and at another one, by loss, task and beta
-    for tuned, loss in itertools.product(everything.tasks[1:], decide.DECIDED):
-        usual, *others = ("plain", *(plain for plain, _ in experiments.AT_BETA.values()))
-        ends |= {(loss, tuned.name, form.split()[-1]): np.mean(tuned.ends(loss, form)) for form in others}
-        ends[loss, tuned.name, "0.1"] = np.mean(tuned.ends(loss, usual))
-        assert loss == "dpo" or tuned.compare(loss, "plain, beta 1", "online")["low"] > -0.02
-    end = lambda *place: f"{ends[place]:.3f}"
+    ends = {}  # of plain at beta 0.1, and at the other beta that is better on validation
+    for loss, tuned in itertools.product(decide.DECIDED, everything.tasks[1:]):
+        others = [plain for plain, _ in experiments.AT_BETA.values()]
+        chosen = max(others, key=lambda form: tuned.forms[loss, form].validation)
+        ends[loss, tuned.name] = [f"{np.mean(tuned.ends(loss, form)[0]):.3f}" for form in ("plain", chosen)]
+        assert loss == "dpo" or tuned.compare(loss, chosen, "online")["mean"] > 0
+    dpo, kto = ([ends[loss, tuned.name] for tuned in everything.tasks[1:]] for loss in decide.DECIDED)
     assert len(everything.held_back) == 6 and not any(one["outcome"] for one in everything.held_back)
     [gain] = [one for one in everything.held_back if one["low"] > 0]
     assert (gain["loss"], gain["task"], gain["beta"]) == ("dpo", "six-digits", 10)
     said += [
         "All of this is at β 0.1", "we tuned β 1 and 10", "online only at 0.1",
-        f"Plain KTO with β 1 ends at {end('kto', 'five-sorted', '1')} and {end('kto', 'six-digits', '1')}",
-        f"Plain DPO ends at {end('dpo', 'five-sorted', '10')} on sorting with β 10",
-        f"and at {end('dpo', 'six-digits', '1')} on long sums with β 1",
-        f"against {end('dpo', 'five-sorted', '0.1')} and {end('dpo', 'six-digits', '0.1')}",
+        f"plain KTO ends at {kto[0][1]} and {kto[1][1]}", f"plain DPO at {dpo[0][1]} and {dpo[1][1]}",
+        f"against {dpo[0][0]} and {dpo[1][0]}",
         f"DPO on long sums with β 10, where humanline ends {gain['mean']:.3f} ± {gain['high'] - gain['mean']:.3f} above plain",
     ]
     for words in said:

@@ -533,7 +533,8 @@ than at β 0.1. There the prediction has *{decide.HELD}* if the 95% interval of 
 if it lies below {MARGIN}. The forms were tuned at each β."""
 
 ABOUT_RATES = """The same rate by rate: plain → humanline with its best k, validation pass@1 after the last step, on the first tuning
-base (made again between β 0.1 and the others). Where a small rate and a large β hold plain back, a sync gains."""
+base (made again between β 0.1 and the others). Where a small rate and a large β hold plain back, a sync
+gains; the best of several k also gains by chance."""
 
 ABOUT_CORRECTED = """Differences whose 95% interval lies above or below 0; *corrected*: by Holm's method over the
 tasks of the row."""
