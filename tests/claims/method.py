@@ -5,7 +5,8 @@
   python tests/claims/method.py MODEL --parts A --jobs 1
 
 Interrupt it whenever you like: each run is a line of results/method.jsonl, and is not trained again. Every run
-measures on the validation prompts every 8 steps. Once there are some, `reproduce.py` writes their page, method.md.
+measures on the validation prompts every 8 steps; those of C every 16, as the runs at beta 0.1 in real.py, which they
+stand beside. Once there are some, `reproduce.py` writes their page, method.md.
 
 The design, fixed before the runs. Settings are chosen by the mean validation reward after the last step, over seeds
 101 and 102. Ties go to the lower rate, then to the larger k. No test prompt is used for a choice.
@@ -44,7 +45,9 @@ PATH = real.HERE / "results" / "method.jsonl"
 class Run(real.Run):
     """What is trained once: a line of the results. k is 0 for a form without a sync."""
 
-    every = 8
+    @property
+    def every(self) -> int:
+        return real.EVERY if "beta" in self.form else 8
 
 Known = dict[Run, dict]
 Choice = tuple[str, *Settings]  # a form, its learning rate and its k
