@@ -52,8 +52,9 @@ def test_the_edge_is_tested_only_above_half_of_the_gap():
     assert {(run.form, run.k) for run in planned} == {("humanline", 32)}
 
 
-def test_beta_1_is_tested_only_if_the_prediction_holds_in_tuning():
+def test_beta_1_is_tested_only_if_the_prediction_holds_in_tuning_or_plain_closes_half_of_the_gap():
     assert planned_tests("C", lambda form, lr, k: 0.5 + (not k) / 10) == []
+    assert len(planned_tests("C", lambda form, lr, k: 0.8 + (not k) / 10)) == 2 * 4
     assert len(planned_tests("C", lambda form, lr, k: 0.5 + (k == 1) / 10)) == 2 * 4
 
 

@@ -17,7 +17,8 @@ A  DPO on *sentiment*, on test prompts of its own. Plain, humanline with k 1 and
 B  The edge of the grid: DPO on *checked*, clip alone, k 32, and k 16 at the rates that were not tried. A setting is
    tested on seeds 1 to 8 only if its mean is above 0.856, half of the gap.
 C  Does a sync help where plain is held back? DPO on *checked* with beta 1: plain, and humanline with k 1 and 4. The best
-   setting of each is tested on seeds 1 to 4 if humanline's is the better one, as predicted.
+   setting of each is tested on seeds 1 to 4 if humanline's is the better one, as predicted. Added before the first of
+   its runs: also if plain is above 0.856, because then what kept DPO from online was its beta.
 D  GRPO's control on *checked*: plain without GRPO's ratio clip. The better rate is tested on seeds 1 to 3.
 E  As A, for KTO.
 """
@@ -26,6 +27,7 @@ import argparse
 import concurrent.futures
 import itertools
 import json
+import math
 import multiprocessing
 import os
 from dataclasses import dataclass
@@ -64,7 +66,8 @@ class Part:
     tuning: list[Choice]
     test_seeds: range
     above: float = 0.0  # a form is tested if its best setting has a higher mean than this
-    better: tuple[str, str] | None = None  # nothing is tested unless the first form is better than the second
+    better: tuple[str, str] | None = None  # nothing is tested unless the first form is better than the second,
+    or_above: float = math.inf  # or the second has a higher mean than this
 
     def run(self, choice: Choice, seed: int) -> Run:
         return Run(self.task, self.loss, *choice, seed)
@@ -95,7 +98,7 @@ class Part:
         best = self.chosen(known)
         if self.better:
             first, second = (self.mean(best[form], known) for form in self.better)
-            if first <= second:
+            if first <= second <= self.or_above:
                 return []
         return [choice for choice in best.values() if self.mean(choice, known) > self.above]
 
@@ -133,6 +136,7 @@ PARTS = {
         ],
         range(1, 5),
         better=("humanline, beta 1", "plain, beta 1"),
+        or_above=0.856,
     ),
     "D": Part("checked", "grpo", over("plain, no ratio clip", (1e-5, 2e-5)), range(1, 4)),
     "E": Part("sentiment", "kto", forms_on_sentiment(), range(1, 9)),
