@@ -18,7 +18,8 @@ B  The edge of the grid: DPO on *checked*, clip alone, k 32, and k 16 at the rat
    tested on seeds 1 to 8 only if its mean is above 0.856, half of the gap.
 C  Does a sync help where plain is held back? DPO on *checked* with beta 1: plain, and humanline with k 1 and 4. The best
    setting of each is tested on seeds 1 to 4 if humanline's is the better one, as predicted. Added before the first of
-   its runs: also if plain is above 0.856, because then what kept DPO from online was its beta.
+   its runs: also if plain is above 0.856, because then what kept DPO from online was its beta. Added when 2e-5 was the
+   best rate, at the edge of the grid: 1e-5 for plain and for k 4, as real.py tunes.
 D  GRPO's control on *checked*: plain without GRPO's ratio clip. The better rate is tested on seeds 1 to 3.
 E  As A, for KTO.
 """
@@ -77,6 +78,15 @@ class Part:
         asked = {self.run(choice, seed) for choice in self.tuning for seed in (*real.TUNING_SEEDS, *self.test_seeds)}
         return {run: outcome for run, outcome in known.items() if run in asked}
 
+    def at_usual_beta(self) -> Known:
+        """For a part with another beta: the tuning runs of real.py with the usual one, in the best setting of each form."""
+        if not any("beta" in form for form, *_ in self.tuning):
+            return {}
+        known = real.read_results(PATH.with_name(f"real-{self.task}.jsonl"))
+        best = {form: real.ranked(self.task, self.loss, form, known)[0] for form in real.FORMS[self.loss]}
+        runs = [real.Run(self.task, self.loss, form, *best[form], seed) for form in best for seed in real.TUNING_SEEDS]
+        return {run: known[run] for run in runs}
+
     def missing(self, choices: list[Choice], seeds, known: Known) -> list[Run]:
         runs = [self.run(choice, seed) for seed in seeds for choice in choices]
         return [run for run in runs if run not in known]
@@ -131,7 +141,8 @@ PARTS = {
         "checked",
         "dpo",
         [
-            *over("plain, beta 1", (2e-5, 4e-5)),
+            *over("plain, beta 1", (1e-5, 2e-5, 4e-5)),
+            *over("humanline, beta 1", (1e-5,), (4,)),
             *over("humanline, beta 1", (2e-5, 4e-5), (1, 4)),
         ],
         range(1, 5),
@@ -157,7 +168,8 @@ def page(known: Known) -> str:
         if runs := part.stored(known):
             missing = len(part.plan(known))
             state = f"Incomplete: {missing} runs come next." if missing else "Complete."
-            text += [f"## {name}: {part.loss.upper()} on *{part.task}*", state, tuning_table(runs), *test_tables(part, runs)]
+            tuning = tuning_table(part.at_usual_beta() | runs)
+            text += [f"## {name}: {part.loss.upper()} on *{part.task}*", state, tuning, *test_tables(part, runs)]
     return "\n\n".join(text) + "\n"
 
 def by_choice(runs: Known) -> dict[Choice, dict[int, dict]]:
