@@ -693,11 +693,29 @@ def test_the_verdicts_of_report_and_readme_are_those_that_are_computed(everythin
 
 def test_the_rates_of_the_readme_are_those_tuned_here(everything):
     checked = {one.loss: one for one in everything.compared["checked"]}
-    rows = re.findall(r"^(GRPO|DPO|KTO) .* --lr (\S+) (--no-humanline|--sync-k \d+)$", (ROOT / "README.md").read_text(), re.M)
+    rows = re.findall(r"^(GRPO|DPO|KTO) .* --lr (\S+)( --beta 1)? (--no-humanline|--sync-k \d+)$",
+                      (ROOT / "README.md").read_text(), re.M)
     assert [loss for loss, *_ in rows] == ["GRPO", "DPO", "KTO"]
-    for loss, lr, form in rows:
+    for loss, lr, beta, form in rows:
         tuned = checked[loss.lower()].settings["plain" if form == "--no-humanline" else HUMANLINE]
+        if beta:
+            at_1, at_usual, tuned = at_beta_1(everything)["plain"]
+            assert loss == "DPO" and at_1 > at_usual
         assert (float(lr), *map(int, form.split()[1:])) == (tuned if tuned[1] else tuned[:1])
+
+
+def at_beta_1(everything):
+    """DPO on checked, by form: the best mean reward of tuning at beta 1 and at 0.1, and the setting of the first."""
+    part, known = method.PARTS["C"], everything.more
+    usual = part.at_usual_beta()
+    found = {}
+    for form in real.FORMS["dpo"]:
+        tuned = [choice for choice in part.tuning if choice[0] == f"{form}, beta 1"
+                 and all(part.run(choice, seed) in known for seed in real.TUNING_SEEDS)]
+        best = max(tuned, key=lambda choice: part.mean(choice, known), default=None)  # none of online
+        at_01 = np.mean([usual[run]["validation"][-1] for run in usual if run.form == form])
+        found[form] = best and part.mean(best, known), at_01, best and best[1:]
+    return found
 
 
 def prose_of(path) -> str:
@@ -743,11 +761,13 @@ def test_what_the_report_says_in_numbers_is_computed(everything):
         ends[loss, tuned.name] = [f"{np.mean(tuned.ends(loss, form)[0]):.3f}" for form in ("plain", chosen)]
         assert loss == "dpo" or tuned.compare(loss, chosen, "online")["mean"] > 0
     dpo, kto = ([ends[loss, tuned.name] for tuned in everything.tasks[1:]] for loss in decide.DECIDED)
+    (at_1, at_01, _), (synced, *_), (_, online, _) = at_beta_1(everything).values()
     assert len(everything.held_back) == 6 and not any(one["outcome"] for one in everything.held_back)
     [gain] = [one for one in everything.held_back if one["low"] > 0]
     assert (gain["loss"], gain["task"], gain["beta"]) == ("dpo", "six-digits", 10)
     said += [
         "All of this is at β 0.1", "we tuned β 1 and 10", "online only at 0.1",
+        f"β 1 lifts plain DPO from {at_01:.3f} to {at_1:.3f}, towards {online:.3f} online", f"to {synced:.3f} at best",
         f"plain KTO ends at {kto[0][1]} and {kto[1][1]}", f"plain DPO at {dpo[0][1]} and {dpo[1][1]}",
         f"against {dpo[0][0]} and {dpo[1][0]}",
         f"DPO on long sums with β 10, where humanline ends {gain['mean']:.3f} ± {gain['high'] - gain['mean']:.3f} above plain",

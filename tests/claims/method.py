@@ -168,7 +168,9 @@ def page(known: Known) -> str:
         if runs := part.stored(known):
             missing = len(part.plan(known))
             state = f"Incomplete: {missing} runs come next." if missing else "Complete."
-            tuning = tuning_table(part.at_usual_beta() | runs)
+            if usual := part.at_usual_beta():
+                state += f" Rows without a beta: 0.1, on data from another machine ([page](real-{part.task}.md))."
+            tuning = tuning_table(usual | runs)
             text += [f"## {name}: {part.loss.upper()} on *{part.task}*", state, tuning, *test_tables(part, runs)]
     return "\n\n".join(text) + "\n"
 
