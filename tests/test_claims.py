@@ -667,7 +667,8 @@ TEXTS = {"README.md": ROOT} | {f"{name}.md": CLAIMS for name in ("report", "neig
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_figures_of_the_texts_are_those_of_the_pages(name):
     plain = lambda path: re.sub(r"[\s%+]", "", path.read_text(encoding="utf-8").replace("\N{MINUS SIGN}", "-"))
-    pages = "".join(plain(CLAIMS / page) for page in ("two-digits.md", "five-sorted.md", "six-digits.md", "verdicts.md", "real.md", "real-checked.md"))
+    pages = "".join(plain(CLAIMS / page) for page in (
+        "two-digits.md", "five-sorted.md", "six-digits.md", "verdicts.md", "real.md", "real-checked.md", "method.md"))
     figure = r"-?0\.\d{3}±0\.\d{3}|-?\d+\[-?\d+,-?\d+\]" + r"|0\.\d{3}" * (name != "README.md")  # it has a demo's, too
     figures = re.findall(figure, plain(TEXTS[name] / name))
     assert [figure for figure in figures if figure not in pages] == []
