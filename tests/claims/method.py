@@ -53,6 +53,7 @@ class Run(real.Run):
         return real.EVERY if "beta" in self.form else 8
 
 Known = dict[Run, dict]
+HALF_OF_GAP = 0.856  # of DPO on *checked*, between plain and online at beta 0.1
 Choice = tuple[str, *Settings]  # a form, its learning rate and its k
 
 def over(form: str, rates: tuple[float, ...], ks: tuple[int, ...] = (0,)) -> list[Choice]:
@@ -135,7 +136,7 @@ PARTS = {
             *over("humanline", (5e-6, 2e-5), (16,)),
         ],
         range(1, 9),
-        above=0.856,
+        above=HALF_OF_GAP,
     ),
     "C": Part(
         "checked",
@@ -147,7 +148,7 @@ PARTS = {
         ],
         range(1, 5),
         better=("humanline, beta 1", "plain, beta 1"),
-        or_above=0.856,
+        or_above=HALF_OF_GAP,
     ),
     "D": Part("checked", "grpo", over("plain, no ratio clip", (1e-5, 2e-5)), range(1, 4)),
     "E": Part("sentiment", "kto", forms_on_sentiment(), range(1, 9)),
