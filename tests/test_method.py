@@ -1,5 +1,9 @@
 """The plan of the runs that settle what is open on SmolLM2 (tests/claims/method.py)."""
 
+import os
+import signal
+import subprocess
+import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -99,3 +103,22 @@ def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
     text = method.page(known)
     assert "Complete." in text and "| +0.300 ± 0.000 |" in text and "**held**" in text
     assert all("is_shown" in outcome for outcome in known.values())
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import concurrent.futures, multiprocessing, os, signal, time\n"
+        "import experiments\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    pool = concurrent.futures.ProcessPoolExecutor(1, context, experiments.start_worker)\n"
+        "    pool.submit(int).result()\n"
+        "    pool.submit(time.sleep, 3600)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n")
+    paths = os.pathsep.join(filter(os.path.isdir, sys.path))
+    environment = os.environ | {"PYTHONPATH": paths}
+    # The worker inherits the pipes: this waits until it has ended, too.
+    killed = subprocess.run([sys.executable, script], env=environment, capture_output=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL

@@ -33,6 +33,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -454,8 +455,10 @@ def learned_bases(pool, task: Task, first: int, count: int, home: Path) -> list[
     return found
 
 def start_worker() -> None:
-    """One thread; and the rows of a base are encoded once for all runs of a worker, a third of the time of a short
-    run."""
+    """One thread; the worker ends with the script, even if that is killed; and the rows of a base are encoded once for
+    all runs of a worker, a third of the time of a short run."""
+    if script := multiprocessing.parent_process():
+        threading.Thread(target=lambda: (script.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(1)
     os.environ["TQDM_DISABLE"] = "1"
     encode_dialogues, encoded = humanline.encode_dialogues, {}
