@@ -714,7 +714,8 @@ def at_beta_1(everything):
         tuned = [choice for choice in part.tuning if choice[0] == f"{form}, beta 1"
                  and all(part.run(choice, seed) in known for seed in real.TUNING_SEEDS)]
         best = max(tuned, key=lambda choice: part.mean(choice, known), default=None)  # none of online
-        at_01 = np.mean([usual[run]["validation"][-1] for run in usual if run.form == form])
+        at_01 = np.mean([usual[run]["validation"][-1] for run in usual
+                         if run.form == form and not run.is_test])
         found[form] = best and part.mean(best, known), at_01, best and best[1:]
     return found
 

@@ -80,12 +80,13 @@ class Part:
         return {run: outcome for run, outcome in known.items() if run in asked}
 
     def at_usual_beta(self) -> Known:
-        """For a part with another beta: the tuning runs of real.py with the usual one, in the best setting of each form."""
+        """For a part with another beta: the runs of real.py with the usual one, in the best setting of each form."""
         if not any("beta" in form for form, *_ in self.tuning):
             return {}
         known = real.read_results(PATH.with_name(f"real-{self.task}.jsonl"))
         best = {form: real.ranked(self.task, self.loss, form, known)[0] for form in real.FORMS[self.loss]}
-        runs = [real.Run(self.task, self.loss, form, *best[form], seed) for form in best for seed in real.TUNING_SEEDS]
+        seeds = *real.TUNING_SEEDS, *self.test_seeds
+        runs = [real.Run(self.task, self.loss, form, *best[form], seed) for form in best for seed in seeds]
         return {run: known[run] for run in runs}
 
     def missing(self, choices: list[Choice], seeds, known: Known) -> list[Run]:
@@ -172,7 +173,7 @@ def page(known: Known) -> str:
             if usual := part.at_usual_beta():
                 state += f" Rows without a beta: 0.1, on data from another machine ([page](real-{part.task}.md))."
             tuning = tuning_table(usual | runs)
-            text += [f"## {name}: {part.loss.upper()} on *{part.task}*", state, tuning, *test_tables(part, runs)]
+            text += [f"## {name}: {part.loss.upper()} on *{part.task}*", state, tuning, *test_tables(part, runs, usual)]
     return "\n\n".join(text) + "\n"
 
 def by_choice(runs: Known) -> dict[Choice, dict[int, dict]]:
@@ -193,19 +194,20 @@ def tuning_table(runs: Known) -> str:
         rows.append([form, show_settings(*setting), seeds, *means, f"{sample:.60}"])
     return markdown("| tuning | lr, k | seeds | validation reward | KL to the base, nats | a sample |", rows)
 
-def test_tables(part: Part, runs: Known) -> list[str]:
-    """The test runs, and for parts with plain, humanline and online the decision."""
-    tests = by_choice({run: runs[run] for run in runs if run.is_test})
+def test_tables(part: Part, runs: Known, usual: Known) -> list[str]:
+    """The test runs beside those with the usual beta, and for parts with plain, humanline and online the decision."""
+    tests, at_usual = (by_choice({run: some[run] for run in some if run.is_test}) for some in (runs, usual))
     if not tests:
         return []
     plain = next((outcomes for (form, *_), outcomes in tests.items() if form.startswith("plain")), {})
     rows = []
-    for (form, *setting), outcomes in tests.items():
+    for (form, *setting), outcomes in (at_usual | tests).items():
         common = sorted(outcomes.keys() & plain.keys())
         ends = [np.array([some[seed]["test"]["reward"] for seed in common]) for some in (outcomes, plain)]
         measured = [estimate(one[model][what] for one in shown(outcomes.values()))
                     for model, what in (("test", "reward"), ("test", "kl"), ("best", "reward"), ("test", "greedy"))]
-        difference = show_difference(compare(*ends)) if common and outcomes is not plain else ""
+        is_paired = (form, *setting) in tests and outcomes is not plain  # not with data from another machine
+        difference = show_difference(compare(*ends)) if common and is_paired else ""
         rows.append([form, show_settings(*setting), f"{len(outcomes)}", *map(show, measured), difference])
     head = "| test | lr, k | seeds | reward, final | KL, final | reward, best | greedy | − plain |"
     forms = {form: outcomes for (form, *_), outcomes in tests.items()}
