@@ -109,10 +109,10 @@ def test_runs_with_another_beta_stand_beside_those_with_the_usual_one_unpaired()
     part = method.PARTS["C"]
     known = method.read_results()
     runs = {run: known[run] for run in part.stored(known) if not run.is_test}
-    measured = dict(reward=0.5, kl=3.0, greedy=0.5)
     for form, lr, k in ("plain, beta 1", 1e-5, 0), ("humanline, beta 1", 1e-5, 4):
+        measured = dict(reward=0.5 + k / 10, kl=3.0, greedy=0.5)
         for seed in (1, 2):
-            runs[part.run((form, lr, k), seed)] = {"test": measured | dict(reward=0.5 + k / 10), "best": measured}
+            runs[part.run((form, lr, k), seed)] = {"test": measured, "best": measured}
     [table] = method.test_tables(part, runs, part.at_usual_beta())
     rows = {(form, seeds): difference for form, _, seeds, *_, difference in
             ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:])}
