@@ -38,7 +38,8 @@ def be(line: list[str], cwd: str, environment: dict, files: list[str], before: t
     os.chdir(cwd)
     sys.argv = line
     ours = str(Path(__file__).parent.parent)
-    sys.path[:] = [os.path.dirname(os.path.abspath(line[0])), *(path for path in sys.path if ours not in path)]
+    others = [path for path in sys.path if ours not in path or "site-packages" in path]  # .venv may be in the clone
+    sys.path[:] = [os.path.dirname(os.path.abspath(line[0])), *others]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if before:
         function, *arguments = before
