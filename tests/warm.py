@@ -37,8 +37,8 @@ def be(line: list[str], cwd: str, environment: dict, files: list[str], before: t
         sys.stdout.reconfigure(encoding=environment["PYTHONIOENCODING"])
     os.chdir(cwd)
     sys.argv = line
-    ours = str(Path(__file__).parent.parent)
-    others = [path for path in sys.path if ours not in path or "site-packages" in path]  # .venv may be in the clone
+    ours = str(Path(__file__).parent.parent)  # which may hold the environment, too
+    others = [path for path in sys.path if ours not in path or "site-packages" in path]
     sys.path[:] = [os.path.dirname(os.path.abspath(line[0])), *others]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if before:
