@@ -3,7 +3,7 @@
   python tests/bench.py                                  # steps of DPO, KTO and GRPO, against TRL's
   python tests/bench.py --trl-python ~/trl/bin/python    # use TRL from another environment (trl==1.16.0)
   python tests/bench.py --old CHECKOUT                   # compare with another checkout instead of TRL
-  python tests/bench.py --real FOLDER                    # use a real model, in mixed precision
+  python tests/bench.py --real FOLDER                    # use a real model
   python tests/bench.py --what overhead                  # the cost of syncing and clipping
   python tests/bench.py --what online                    # offline GRPO with humanline, and online GRPO
   python tests/bench.py --what decoding [--real FOLDER]  # sampling by the trainer, and by plain generate
@@ -18,6 +18,7 @@
 The workload consists of batches of 8 (pairs, examples, or one group of 8 samples), with prompts of 64 tokens
 and completions of 64 to 192 tokens (GRPO: 64 sampled tokens). The model is a random Llama with a vocabulary
 of 32,768, in fp32 on a CPU and bf16 autocast on a GPU, where humanline.py runs with and without torch.compile.
+A real model is in bf16 autocast where `--dtype auto` is: also on a CPU with AMX.
 Times are medians over all rounds and all steps but the first two, on a GPU after a round that warms up. Peak
 memory is that of the whole process, on a GPU that of torch. On a CPU, TRL 1.16 also projects prompts and
 padding to the vocabulary, which its GPU kernels skip; with --compact it skips them.
@@ -71,7 +72,8 @@ class Workload:
     kv_heads: int = 2
     batch: int = 8
     steps: int = 8
-    mixed: bool = False
+    mixed: bool = IS_GPU  # bf16 autocast
+    is_real: bool = False
     compact: bool = False  # TRL skips prompts and padding on a CPU, too
 
 
@@ -177,13 +179,13 @@ def train(folder, loss, load):
         utils._use_triton = lambda device: True
     settings = dict(output_dir=folder + "/trl", per_device_train_batch_size=load["batch"],
                     max_steps=load["steps"], report_to=[], save_strategy="no", logging_steps=1000,
-                    use_cpu=not gpu, bf16=gpu or load["mixed"], gradient_checkpointing=False, disable_tqdm=True)
+                    use_cpu=not gpu, bf16=load["mixed"], gradient_checkpointing=False, disable_tqdm=True)
     rows = load_dataset("json", data_files=f"{folder}/{loss}.jsonl", split="train")
     common = dict(model=folder + "/model", train_dataset=rows,
                   processing_class=AutoTokenizer.from_pretrained(folder + "/model"), callbacks=[clock])
     if loss == "grpo":
         settings |= dict(num_generations=load["batch"], max_completion_length=load["new"], beta=0.01)
-        if not load["mixed"]:
+        if not load["is_real"]:
             settings |= dict(generation_kwargs=dict(min_new_tokens=load["new"]))
         common |= dict(reward_funcs=lambda completions, **_: [random.random() for _ in completions])
     else:
@@ -291,7 +293,8 @@ def write_real_workload(folder: Path, load: Workload, real: str) -> Workload:
     config = AutoConfig.from_pretrained(real)
     return replace(load, vocabulary=config.vocab_size, hidden=config.hidden_size,
                    inner=config.intermediate_size, layers=config.num_hidden_layers,
-                   heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, mixed=True)
+                   heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, is_real=True,
+                   mixed=IS_GPU or torch.cpu._is_amx_tile_supported())
 
 
 def lora(folder: Path, load: Workload, real: str | None, rounds: int) -> None:
@@ -385,7 +388,7 @@ def against(folder: Path, load: Workload, losses: list[str], rounds: int, checko
 def steps(folder: Path, load: Workload, losses: list[str], rounds: int, python: str | None,
           workload: str) -> None:
     """Compare with TRL, in alternating runs, and store the results under the name of a workload, if any."""
-    dtype = torch.bfloat16 if IS_GPU or load.mixed else torch.float32
+    dtype = torch.bfloat16 if load.mixed else torch.float32
     rate = matmul_rate("cuda" if IS_GPU else "cpu", dtype)
     print(f"{device_name()}, matrix multiplication {rate / 1e9:,.0f} GFLOP/s in {dtype}")
     rows = [["step", "humanline.py", "TRL", "times faster", "humanline.py MiB", "TRL MiB", "memory ratio",

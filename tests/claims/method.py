@@ -9,7 +9,8 @@ measures on the validation prompts every 8 steps; those of C every 16, as the ru
 stand beside. Once there are some, `reproduce.py` writes their page, method.md.
 
 The design, fixed before the runs. Settings are chosen by the mean validation reward after the last step, over seeds
-101 and 102. Ties go to the lower rate, then to the larger k. No test prompt is used for a choice.
+101 and 102. Ties go to the lower rate, then to the larger k. No test prompt is used for a choice. A setting that can no
+longer become the best of its form, whatever its next run earns, is not trained further.
 
 A  DPO on *sentiment*, on test prompts of its own. Plain, humanline with k 1 and 4, and online are tuned; the best
    setting of each is tested on seeds 1 to 8. The decision is that of decide.py: the share of the gap between plain and
@@ -93,15 +94,22 @@ class Part:
         runs = [self.run(choice, seed) for seed in seeds for choice in choices]
         return [run for run in runs if run not in known]
 
-    def mean(self, choice: Choice, known: Known) -> float:
-        """The mean validation reward over the tuning seeds."""
-        ends = [known[self.run(choice, seed)]["validation"][-1] for seed in real.TUNING_SEEDS]
-        return round(fmean(ends), 4)
+    def mean(self, choice: Choice, known: Known, missing: float = math.nan) -> float:
+        """The mean validation reward over the tuning seeds, with this reward for runs that are missing."""
+        outcomes = [known.get(self.run(choice, seed)) for seed in real.TUNING_SEEDS]
+        return round(fmean(one["validation"][-1] if one else missing for one in outcomes), 4)
+
+    def contenders(self, known: Known) -> list[Choice]:
+        """The settings that can still become the best of their form, as rewards are from 0 to 1."""
+        sure: dict[str, float] = {}
+        for choice in self.tuning:
+            sure[choice[0]] = max(sure.get(choice[0], 0), self.mean(choice, known, missing=0))
+        return [choice for choice in self.tuning if self.mean(choice, known, missing=1) >= sure[choice[0]]]
 
     def chosen(self, known: Known) -> dict[str, Choice]:
         """The best setting of each form, by its name. Tuning must be complete."""
         best = {}
-        for choice in sorted(self.tuning, key=lambda choice: (-self.mean(choice, known), choice[1], -choice[2])):
+        for choice in sorted(self.contenders(known), key=lambda choice: (-self.mean(choice, known), choice[1], -choice[2])):
             best.setdefault(choice[0], choice)
         return best
 
@@ -116,8 +124,11 @@ class Part:
 
     def plan(self, known: Known) -> list[Run]:
         """The runs that come next; none when all is done."""
-        wave = self.missing(self.tuning, real.TUNING_SEEDS, known)
-        return wave or self.missing(self.tested(known), self.test_seeds, known)
+        contenders = self.contenders(known)
+        for seed in real.TUNING_SEEDS:
+            if wave := self.missing(contenders, [seed], known):
+                return wave
+        return self.missing(self.tested(known), self.test_seeds, known)
 
 def forms_on_sentiment() -> list[Choice]:
     return [
