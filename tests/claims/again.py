@@ -4,7 +4,7 @@
 
 A base that is not in --bases is made first. On the CPU that made the stored ones it is the same model, and each run
 should end as it is stored; elsewhere it is another model, which should end within the 95% prediction interval of the
-stored seeds (Student's t). A run that does neither is marked.
+stored seeds (Student's t). A run that does neither is marked: on another model, one in twenty is so by chance.
 """
 
 import argparse
