@@ -115,10 +115,14 @@ def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
     for run in part.plan(known):
         reward = level[run.form] + 0.001 * (run.seed % 3)
         measured = dict(reward=reward, kl=3.0, greedy=reward)
-        ends = {"validation": [0.1, reward], "validation_kl": [0.0, 3.0]}
+        ends = {"steps": [0, 8, 64], "validation": [0.1, 0.6, reward], "validation_kl": [0.0, 3.0, 9.0]}
         known[run] = ends | {"test": measured, "best": measured}
-    text = method.page(known)
+    text = method.page(dict(reversed(known.items())))
     assert "Complete." in text and "| +0.300 ± 0.000 |" in text and "**held**" in text
+    assert "| share of the gap after | step 8 | step 64 |" in text and "| DPO | no clear gap | 75% [" in text
+    assert "| KL to the base, nats | plain | humanline | online | humanline − plain |" in text
+    assert "| 2 to 5 | 0.600 | 0.600 | 0.600 | +0.000 ± 0.000 |" in text  # after step 8
+    assert "| 8 to 12 | 0.501 | 0.801 | 0.901 | +0.300 ± 0.001 |" in text
     assert all("is_shown" in outcome for outcome in known.values())
 
 

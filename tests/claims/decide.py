@@ -103,17 +103,7 @@ class Compared:
         return share_of_gap(*rewards) if rewards and len(rewards[0]) > 1 and is_between else None
 
     def on_the_way(self) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """The steps at which all COMPARED forms were measured on the validation prompts, and their rewards and KL to the base
-        there: (forms, seeds, steps), of the seeds that all have."""
-        tests = [self.tests[form] for form in COMPARED]
-        seeds = sorted(set.intersection(*map(set, tests)))
-        steps = sorted(set.intersection(*(set(runs[seed]["steps"]) for runs in tests for seed in seeds)))
-        at_steps = lambda run, what: [run[what][run["steps"].index(step)] for step in steps]
-        rewards, distances = (
-            np.array([[at_steps(runs[seed], what) for seed in seeds] for runs in tests])
-            for what in ("validation", "validation_kl")
-        )
-        return steps, rewards, distances
+        return on_the_way([self.tests[form] for form in COMPARED])
 
     def doubts(self) -> dict | None:
         """How much the decision hangs on the step at which the forms stop, on how far they travel, and on the few seeds of
@@ -121,25 +111,13 @@ class Compared:
         if not final_rewards(self):
             return None
         steps, rewards, distances = self.on_the_way()
-        share_at, equally_far = {}, {}
-        for i, step in enumerate(steps[1:], start=1):
-            plain, ours, online = rewards[..., i]
-            has_gap = compare(online, plain)["low"] > 0
-            share_at[step] = share_of_gap(plain, ours, online) if has_gap else None
-        for low, high in itertools.pairwise((*DISTANCES, np.inf)):
-            is_there = (low <= distances) & (distances < high)
-            plain, ours, online = (  # of each form, a mean for each seed that was there
-                np.array([some[there].mean() for some, there in zip(*of_form) if there.any()])
-                for of_form in zip(rewards, is_there)
-            )
-            is_enough = min(len(plain), len(ours)) > 1
-            difference = compare(ours, plain, paired=False) if is_enough else None
-            means = [float(some.mean()) if len(some) else None for some in (plain, ours, online)]
-            name = f"{low} to {high}" if high < np.inf else f"{low} and more"
-            equally_far[name] = dict(zip(COMPARED, means), difference=difference)
         # Two means of two seeds each differ by chance by sd * sqrt(1/2 + 1/2): the spread over seeds.
         spread = [float(of_form[:, -1].std(ddof=1)) for of_form in rewards]
-        return dict(share_at=share_at, equally_far=equally_far, tuning_error=dict(zip(COMPARED, spread)))
+        return dict(
+            share_at=shares_on_the_way(steps, rewards),
+            equally_far=equally_far(COMPARED, rewards, distances),
+            tuning_error=dict(zip(COMPARED, spread)),
+        )
 
     def facts(self) -> dict[str, dict]:
         """What the page says of each form that has been tested."""
@@ -174,6 +152,61 @@ def read_tasks() -> dict[str, list[Compared]]:
     is_run = (RESULTS / f"real-{second}.jsonl").exists()
     tasks = (first, second) if is_run else (first,)
     return {task: [Compared(task, loss) for loss in real.FORMS] for task in tasks}
+
+# ---------- On the way --------------------------------------------------------------------------------------
+
+def on_the_way(tests: list[dict[int, dict]]) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Of the runs of some forms, by seed: the steps at which all were measured on the validation prompts, and their
+    rewards and KL to the base there: (forms, seeds, steps), of the seeds that all forms have."""
+    seeds = sorted(set.intersection(*map(set, tests)))
+    steps = sorted(set.intersection(*(set(runs[seed]["steps"]) for runs in tests for seed in seeds)))
+    at_steps = lambda run, what: [run[what][run["steps"].index(step)] for step in steps]
+    rewards, distances = (
+        np.array([[at_steps(runs[seed], what) for seed in seeds] for runs in tests])
+        for what in ("validation", "validation_kl")
+    )
+    return steps, rewards, distances
+
+def shares_on_the_way(steps: list[int], rewards: np.ndarray) -> dict[int, list[float] | None]:
+    """The share of the gap after each step, from the rewards of COMPARED; None where there is no clear gap."""
+    shares = {}
+    for step, (plain, ours, online) in zip(steps[1:], np.moveaxis(rewards, -1, 0)[1:]):
+        has_gap = compare(online, plain)["low"] > 0
+        shares[step] = share_of_gap(plain, ours, online) if has_gap else None
+    return shares
+
+def share_table(shares: dict[str, dict]) -> str:
+    """What `shares_on_the_way` found for each loss."""
+    steps = " | ".join(f"step {step}" for step in next(iter(shares.values())))
+    rows = [[loss.upper(), *(show_share(share) or "no clear gap" for share in at.values())] for loss, at in shares.items()]
+    return markdown(f"| share of the gap after | {steps} |", rows)
+
+def equally_far(forms: Iterable[str], rewards: np.ndarray, distances: np.ndarray) -> dict[str, dict]:
+    """The mean reward of each form while its runs were in a range of KL to the base, and the second form less the
+    first."""
+    found = {}
+    for low, high in itertools.pairwise((*DISTANCES, np.inf)):
+        is_there = (low <= distances) & (distances < high)
+        in_range = [  # of each form, a mean for each seed that was there
+            np.array([some[there].mean() for some, there in zip(*of_form) if there.any()])
+            for of_form in zip(rewards, is_there)
+        ]
+        first, second, *_ = in_range
+        is_enough = min(len(first), len(second)) > 1
+        difference = compare(second, first, paired=False) if is_enough else None
+        means = [float(some.mean()) if len(some) else None for some in in_range]
+        name = f"{low} to {high}" if high < np.inf else f"{low} and more"
+        found[name] = dict(zip(forms, means), difference=difference)
+    return found
+
+def distance_rows(found: dict[str, dict]) -> list[list[str]]:
+    """What `equally_far` found, as rows of a table."""
+    reward = lambda mean: "" if mean is None else f"{mean:.3f}"
+    return [
+        [nats, *(reward(mean) for form, mean in at.items() if form != "difference"),
+         show_difference(at["difference"]).removesuffix(", not paired")]
+        for nats, at in found.items()
+    ]
 
 # ---------- The decision ------------------------------------------------------------------------------------
 
@@ -297,24 +330,15 @@ def doubt_tables(task: str, doubts: dict[str, dict]) -> list[str]:
     """The section on how much the decision hangs on the stopping step, on the distance, and on the tuning seeds."""
     if not doubts:
         return []
-    steps = list(next(iter(doubts.values()))["share_at"])
-    no_gap = lambda share: show_share(share) or "no clear gap"
-    shares = [[loss.upper(), *map(no_gap, found["share_at"].values())] for loss, found in doubts.items()]
-    reward = lambda mean: "" if mean is None else f"{mean:.3f}"
-    by_welch = lambda difference: show_difference(difference).removesuffix(", not paired")
-    rows = [
-        [loss.upper(), nats, *(reward(at[form]) for form in COMPARED), by_welch(at["difference"])]
-        for loss, found in doubts.items()
-        for nats, at in found["equally_far"].items()
-    ]
-    errors = [[loss.upper(), *(reward(found["tuning_error"][form]) for form in COMPARED)] for loss, found in doubts.items()]
+    rows = [[loss.upper(), *row] for loss, found in doubts.items() for row in distance_rows(found["equally_far"])]
+    errors = [[loss.upper(), *(f"{found['tuning_error'][form]:.3f}" for form in COMPARED)] for loss, found in doubts.items()]
     forms = " | ".join(COMPARED)
     return [
         "## What the decision hangs on",
         f"![reward against KL to the base, with the steps marked](real-{task}.png)",
         ABOUT_PICTURE,
         f"**The step at which all forms stop.** {ABOUT_STEPS}",
-        markdown(f"| share of the gap after | {' | '.join(f'step {step}' for step in steps)} |", shares),
+        share_table({loss: found["share_at"] for loss, found in doubts.items()}),
         f"**How far a form travels.** {ABOUT_DISTANCES}",
         markdown(f"| loss | KL to the base, nats | {forms} | humanline − plain |", rows),
         f"**Two tuning seeds.** {ABOUT_TUNING}",

@@ -206,10 +206,12 @@ def tuning_table(runs: Known) -> str:
     return markdown("| tuning | lr, k | seeds | validation reward | KL to the base, nats | a sample |", rows)
 
 def test_tables(part: Part, runs: Known, usual: Known) -> list[str]:
-    """The test runs beside those with the usual beta, and for parts with plain, humanline and online the decision."""
+    """The test runs beside those with the usual beta, reward at equal KL, and for parts with plain, humanline and online
+    the decision."""
     tests, at_usual = (by_choice({run: some[run] for run in some if run.is_test}) for some in (runs, usual))
     if not tests:
         return []
+    tests = {choice: tests[choice] for choice in part.tuning if choice in tests}
     plain = next((outcomes for (form, *_), outcomes in tests.items() if form.startswith("plain")), {})
     rows = []
     for (form, *setting), outcomes in (at_usual | tests).items():
@@ -221,12 +223,22 @@ def test_tables(part: Part, runs: Known, usual: Known) -> list[str]:
         difference = show_difference(compare(*ends)) if common and is_paired else ""
         rows.append([form, show_settings(*setting), f"{len(outcomes)}", *map(show, measured), difference])
     head = "| test | lr, k | seeds | reward, final | KL, final | reward, best | greedy | − plain |"
-    forms = {form: outcomes for (form, *_), outcomes in tests.items()}
-    rewards = [np.array([forms[form][seed]["test"]["reward"] for seed in part.test_seeds])
-               for form in real.FORMS["dpo"] if forms.get(form, {}).keys() >= set(part.test_seeds)]
-    if len(rewards) < 3:
-        return [markdown(head, rows)]
-    return [markdown(head, rows), decide.decision_table(decide.decide({part.loss: tuple(rewards)}))]
+    tables = [markdown(head, rows)]
+    if len(tests) < 2 or any(len(outcomes) < len(part.test_seeds) for outcomes in tests.values()):
+        return tables
+    forms = {form: outcomes for (form, *_), outcomes in (tests | at_usual).items()}
+    steps, rewards, distances = decide.on_the_way(list(forms.values()))
+    if tuple(forms) == decide.COMPARED:
+        finals = tuple(np.array([forms[form][seed]["test"]["reward"] for seed in part.test_seeds]) for form in forms)
+        tables += [
+            decide.decision_table(decide.decide({part.loss: finals})),
+            f"**The step at which all forms stop.** {decide.ABOUT_STEPS}",
+            decide.share_table({part.loss: decide.shares_on_the_way(steps, rewards)}),
+        ]
+    found = decide.equally_far(forms, rewards, distances)
+    first, second, *_ = forms
+    head = f"| KL to the base, nats | {' | '.join(forms)} | {second} − {first} |"
+    return [*tables, f"**How far a form travels.** {decide.ABOUT_DISTANCES}", markdown(head, decide.distance_rows(found))]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
