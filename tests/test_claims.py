@@ -250,9 +250,11 @@ def test_the_chain_from_tuning_over_the_test_to_the_page(small_real):
 def test_the_forms_of_a_test_seed_are_run_on_the_same_samples():
     known = {real.Run("checked", "grpo", "plain", 1e-5, 0, seed): dict(validation=[0.1, 0.3], validation_kl=[0.2, 3.0])
              for seed in (1, 101)}
-    of_seed = lambda seed: dict(loss="grpo", seed=seed, validation=[0.1, 0.9], validation_kl=[0.4, 3.0])
+    of_seed = lambda seed, task="checked": dict(task=task, loss="grpo", seed=seed, validation=[0.1, 0.9],
+                                                validation_kl=[0.4, 3.0])
     real.check_paired(known, of_seed(101))  # tuning is not paired
     real.check_paired(known, of_seed(2))
+    real.check_paired(known, of_seed(1, "sentiment"))  # method.py has both tasks in one file
     with pytest.raises(SystemExit, match="seed 1 of GRPO was begun on another machine"):
         real.check_paired(known, of_seed(1))
 

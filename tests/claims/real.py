@@ -408,10 +408,10 @@ def base_of(outcome: dict) -> tuple[float, float]:
     return outcome["validation"][0], outcome["validation_kl"][0]
 
 def check_paired(known: Known, outcome: dict) -> None:
-    """Exits if the base has another reward or KL than at the start of a stored test run of the same loss and seed: another
-    kind of machine draws other samples, and forms are paired by those of their seed."""
+    """Exits if the base has another reward or KL than at the start of a stored test run of the same task, loss and seed:
+    another kind of machine draws other samples, and forms are paired by those of their seed."""
     for run, stored in known.items():
-        is_same_seed = (run.loss, run.seed) == (outcome["loss"], outcome["seed"])
+        is_same_seed = (run.task, run.loss, run.seed) == (outcome["task"], outcome["loss"], outcome["seed"])
         if is_same_seed and run.is_test and base_of(stored) != base_of(outcome):
             sys.exit(f"real.py: seed {run.seed} of {run.loss.upper()} was begun on another machine; finish it there")
 
