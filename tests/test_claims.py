@@ -712,7 +712,7 @@ def test_the_rates_of_the_readme_are_those_tuned_here(everything):
 def at_beta_1(everything):
     """DPO on checked, by form: the best setting at beta 1, and the mean test reward there and at 0.1."""
     part, known = method.PARTS["C"], everything.more
-    usual = part.at_usual_beta()
+    usual = part.runs_beside()
 
     def tested(runs, form):
         rewards = [runs[run]["test"]["reward"] for run in runs if run.form == form and run.is_test]

@@ -11,6 +11,7 @@ import pytest
 
 import humanline
 import method
+import real
 
 SETTINGS = [(name, choice) for name, part in method.PARTS.items() for choice in part.tuning]
 
@@ -134,11 +135,30 @@ def test_runs_with_another_beta_stand_beside_those_with_the_usual_one_unpaired()
         measured = dict(reward=0.5 + k / 10, kl=3.0, greedy=0.5)
         for seed in (1, 2):
             runs[part.run((form, lr, k), seed)] = {"test": measured, "best": measured}
-    [table] = method.test_tables(part, runs, part.at_usual_beta())
+    [table] = method.test_tables(part, runs, part.runs_beside())
     rows = {(form, seeds): difference for form, _, seeds, *_, difference in
             ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:])}
     assert rows == {("plain", "4"): "", ("humanline", "4"): "", ("online", "4"): "", ("plain, beta 1", "2"): "",
                     ("humanline, beta 1", "2"): "+0.400 ± 0.000"}
+
+
+@pytest.mark.parametrize("name, forms, of_real_py", [
+    ("B", "clip alone | humanline | plain | humanline, 1e-5, k 16 | online | humanline − clip alone",
+     "humanline | 1e-5, k 16 | 8 | 0.747 "),
+    ("D", "plain, no ratio clip | plain | humanline | better completions alone | mask 0.1 | "
+          "plain − plain, no ratio clip",
+     "better completions alone | 8e-5 | 3 | 0.697 "),
+])
+def test_runs_of_real_py_stand_beside_the_edge_and_the_control_of_grpo(name, forms, of_real_py):
+    part = method.PARTS[name]
+    measured = dict(reward=0.9, kl=9.0, greedy=0.9)
+    outcome = dict(steps=[0, 16, 64], validation=[0.1, 0.6, 0.9], validation_kl=[0.0, 6.5, 9.0],
+                   samples=[{"completion": "a"}] * 3, test=measured, best=measured)
+    known = {run: dict(outcome) for run in part.missing(part.tuning, real.TUNING_SEEDS, {})}
+    known |= {run: dict(outcome) for run in part.plan(known)}
+    text = method.page(known)
+    assert f"| KL to the base, nats | {forms} |" in text
+    assert "| 8 to 12 | 0.900 | " in text and of_real_py in text
 
 
 @pytest.mark.slow

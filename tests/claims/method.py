@@ -41,7 +41,7 @@ import numpy as np
 import real  # first: experiments.py, which it imports, makes humanline importable
 import decide
 import experiments
-from estimates import compare, estimate, markdown, show, show_difference, show_settings, shown
+from estimates import compare, estimate, markdown, show, show_difference, show_form, show_settings, shown
 from experiments import Settings
 
 PATH = real.HERE / "results" / "method.jsonl"
@@ -71,6 +71,7 @@ class Part:
     above: float = 0.0  # a form is tested if its best setting has a higher mean than this
     better: tuple[str, str] | None = None  # nothing is tested unless the first form is better than the second,
     or_above: float = math.inf  # or the second has a higher mean than this
+    beside: tuple[str, ...] = ()  # forms of real.py, in their best settings, to show with this part's
 
     def run(self, choice: Choice, seed: int) -> Run:
         return Run(self.task, self.loss, *choice, seed)
@@ -80,12 +81,10 @@ class Part:
         asked = {self.run(choice, seed) for choice in self.tuning for seed in (*real.TUNING_SEEDS, *self.test_seeds)}
         return {run: outcome for run, outcome in known.items() if run in asked}
 
-    def at_usual_beta(self) -> Known:
-        """For a part with another beta: the runs of real.py with the usual one, in the best setting of each form."""
-        if not any("beta" in form for form, *_ in self.tuning):
-            return {}
-        known = real.read_results(PATH.with_name(f"real-{self.task}.jsonl"))
-        best = {form: real.ranked(self.task, self.loss, form, known)[0] for form in real.FORMS[self.loss]}
+    def runs_beside(self) -> Known:
+        """The runs of real.py that this part's stand beside."""
+        known = real.read_results(PATH.with_name(f"real-{self.task}.jsonl")) if self.beside else {}
+        best = {form: real.ranked(self.task, self.loss, form, known)[0] for form in self.beside}
         seeds = *real.TUNING_SEEDS, *self.test_seeds
         runs = [real.Run(self.task, self.loss, form, *best[form], seed) for form in best for seed in seeds]
         return {run: known[run] for run in runs}
@@ -149,6 +148,7 @@ PARTS = {
         ],
         range(1, 9),
         above=HALF_OF_GAP,
+        beside=decide.COMPARED,
     ),
     "C": Part(
         "checked",
@@ -161,8 +161,15 @@ PARTS = {
         range(1, 5),
         better=("humanline, beta 1", "plain, beta 1"),
         or_above=HALF_OF_GAP,
+        beside=decide.COMPARED,
     ),
-    "D": Part("checked", "grpo", over("plain, no ratio clip", (1e-5, 2e-5)), range(1, 4)),
+    "D": Part(
+        "checked",
+        "grpo",
+        over("plain, no ratio clip", (1e-5, 2e-5)),
+        range(1, 4),
+        beside=("plain", "humanline", "better alone", real.MASK),
+    ),
     "E": Part("sentiment", "kto", forms_on_sentiment(), range(1, 9)),
 }
 
@@ -181,10 +188,12 @@ def page(known: Known) -> str:
         if runs := part.stored(known):
             missing = len(part.plan(known))
             state = f"Incomplete: {missing} runs come next." if missing else "Complete."
-            if usual := part.at_usual_beta():
-                state += f" Rows without a beta: 0.1, on data from another machine ([page](real-{part.task}.md))."
-            tuning = tuning_table(usual | runs)
-            text += [f"## {name}: {part.loss.upper()} on *{part.task}*", state, tuning, *test_tables(part, runs, usual)]
+            if beside := part.runs_beside():
+                forms = ", ".join(map(show_form, part.beside))
+                state += (f" Beside them, with the usual beta and on data from another machine: {forms} "
+                          f"([page](real-{part.task}.md)).")
+            tuning = tuning_table(beside | runs)
+            text += [f"## {name}: {part.loss.upper()} on *{part.task}*", state, tuning, *test_tables(part, runs, beside)]
     return "\n\n".join(text) + "\n"
 
 def by_choice(runs: Known) -> dict[Choice, dict[int, dict]]:
@@ -202,31 +211,32 @@ def tuning_table(runs: Known) -> str:
         means = [f"{fmean(ends['validation']):.3f}", f"{fmean(ends['validation_kl']):.1f}"]
         _, median, _ = outcomes[min(outcomes)]["samples"]
         sample = " ".join(median["completion"].split()).replace("|", "\\|")
-        rows.append([form, show_settings(*setting), seeds, *means, f"{sample:.60}"])
+        rows.append([show_form(form), show_settings(*setting), seeds, *means, f"{sample:.60}"])
     return markdown("| tuning | lr, k | seeds | validation reward | KL to the base, nats | a sample |", rows)
 
-def test_tables(part: Part, runs: Known, usual: Known) -> list[str]:
-    """The test runs beside those with the usual beta, reward at equal KL, and for parts with plain, humanline and online
+def test_tables(part: Part, runs: Known, beside: Known) -> list[str]:
+    """The test runs with those of real.py beside them, reward at equal KL, and for parts with plain, humanline and online
     the decision."""
-    tests, at_usual = (by_choice({run: some[run] for run in some if run.is_test}) for some in (runs, usual))
+    tests, others = (by_choice({run: some[run] for run in some if run.is_test}) for some in (runs, beside))
     if not tests:
         return []
     tests = {choice: tests[choice] for choice in part.tuning if choice in tests}
     plain = next((outcomes for (form, *_), outcomes in tests.items() if form.startswith("plain")), {})
-    rows = []
-    for (form, *setting), outcomes in (at_usual | tests).items():
+    rows, forms = [], {}
+    for (form, *setting), outcomes in (tests | others).items():
         common = sorted(outcomes.keys() & plain.keys())
         ends = [np.array([some[seed]["test"]["reward"] for seed in common]) for some in (outcomes, plain)]
         measured = [estimate(one[model][what] for one in shown(outcomes.values()))
                     for model, what in (("test", "reward"), ("test", "kl"), ("best", "reward"), ("test", "greedy"))]
         is_paired = (form, *setting) in tests and outcomes is not plain  # not with data from another machine
         difference = show_difference(compare(*ends)) if common and is_paired else ""
-        rows.append([form, show_settings(*setting), f"{len(outcomes)}", *map(show, measured), difference])
+        name = show_form(form)
+        rows.append([name, show_settings(*setting), f"{len(outcomes)}", *map(show, measured), difference])
+        forms[name if name not in forms else f"{name}, {show_settings(*setting)}"] = outcomes
     head = "| test | lr, k | seeds | reward, final | KL, final | reward, best | greedy | − plain |"
     tables = [markdown(head, rows)]
-    if len(tests) < 2 or any(len(outcomes) < len(part.test_seeds) for outcomes in tests.values()):
+    if len(forms) < 2 or any(len(outcomes) < len(part.test_seeds) for outcomes in tests.values()):
         return tables
-    forms = {form: outcomes for (form, *_), outcomes in (tests | at_usual).items()}
     steps, rewards, distances = decide.on_the_way(list(forms.values()))
     if tuple(forms) == decide.COMPARED:
         finals = tuple(np.array([forms[form][seed]["test"]["reward"] for seed in part.test_seeds]) for form in forms)
