@@ -1383,8 +1383,11 @@ def read_row(fields: dict, where: str, config: Config) -> Row | None:
     row.labelled = len(answers) == 1 and "label" in columns
     if "prompt" in columns:
         row.prompt = read_messages(columns["prompt"], "user", where)
-    is_cut = columns.get("truncated", columns.get("finish_reason") == "length")
-    row.truncated = [is_cut is True] * len(answers)
+    cut = columns.get("truncated", columns.get("finish_reason"))
+    are_cut = cut if isinstance(cut, list) else [cut] * len(answers)
+    row.truncated = [one in (True, "length") for one in are_cut]
+    require(not answers or len(row.truncated) == len(answers),
+            f"{where}: 'truncated' or 'finish_reason' is a list of another length than the completions")
     ids = columns.get("tokens")
     if isinstance(ids, list) and answers:  # a line of rollouts.jsonl, or of another program
         logps = columns.get("logps", [0.0] * len(ids))

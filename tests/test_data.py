@@ -234,6 +234,16 @@ def test_a_text_that_was_cut_off_teaches_no_end(tiny):
     assert texts == ["b c<eos>", "b c", "b c", "b c<eos>"]
 
 
+@pytest.mark.parametrize("column", [dict(truncated=[True, False]), dict(finish_reason=["length", "stop"])])
+def test_of_a_group_each_completion_may_be_cut_off(tiny, column):
+    row = dict(prompt="a", completions=["b c", "b"], scores=[1, 0]) | column
+    tokenizer, [group] = encoded(tiny, [row])
+    assert [tokenizer.decode(ids) for ids in group.completions] == ["b c", "b<eos>"]
+    assert group.truncated == [True, False]
+    with pytest.raises(UserError, match="row 1: 'truncated' or 'finish_reason' is a list of another length"):
+        encoded(tiny, [row | dict(completions=["b", "c", "d"], scores=[1, 0, 0])])
+
+
 def test_tokens_without_log_probs_are_used(tiny):
     _, [group] = encoded(tiny, [dict(prompt="a", completion="b", reward=1, tokens=[74, 3])])
     assert (group.completions, group.logps) == ([[74, 3]], [])
