@@ -1,5 +1,6 @@
 """The plan of the runs that settle what is open on SmolLM2 (tests/claims/method.py)."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -79,29 +80,34 @@ def test_beta_1_is_tested_only_if_the_prediction_holds_in_tuning_or_plain_closes
     assert len(planned_tests("C", lambda form, lr, k: 0.5 + (k == 1) / 10)) == 2 * 4
 
 
-def test_runs_are_stored_as_they_end_and_offline_runs_wait_for_their_data(tmp_path, monkeypatch):
+def test_runs_are_stored_as_they_end_and_the_plan_is_asked_anew_after_each(tmp_path, monkeypatch):
     monkeypatch.setattr(method, "PATH", tmp_path / "method.jsonl")
     order = []
 
     class Pool:
         def submit(self, function, *arguments):
             future = Future()
-            if function is method.real.draw_base:
-                order.append(("draw", arguments[3]))
+            if function is real.draw_base:
+                task, _, rows, seed = arguments
+                (rows / f"{task}-{seed}.jsonl").touch()
+                order.append(("draw", seed))
                 future.set_result(None)
             else:
                 run = arguments[0]
-                order.append((run.form, run.seed))
-                future.set_result(vars(run) | dict(flags="", validation=[0.1, 0.5], validation_kl=[0.0, 1.0]))
+                order.append((run.form, run.lr, run.k, run.seed))
+                reward = 0.9 if (run.lr, run.k) in ((4e-5, 4), (4e-5, 0)) else 0.4
+                ends = dict(validation=[0.1, reward], validation_kl=[0.0, 1.0])
+                future.set_result(vars(run) | dict(flags="") | ends)
             return future
 
-    part = method.PARTS["A"]
-    for _ in range(2):
-        missing = part.plan(method.read_results())
-        method.run_wave(Pool(), missing, SimpleNamespace(model="", rows=tmp_path), {})
-    for seed in (101, 102):
-        assert order.index(("draw", seed)) < order.index(("plain", seed))
-    assert part.plan(method.read_results()) == part.missing(part.tested(method.read_results()), range(1, 9), {})
+    part = dataclasses.replace(method.PARTS["A"], test_seeds=range(1, 3))
+    method.run_part(Pool(), part, SimpleNamespace(model="", rows=tmp_path, jobs=1))
+    for seed in (101, 102, 1, 2):
+        assert order.index(("draw", seed)) < order.index(("plain", 4e-5, 0, seed))
+    assert len(order) == len(set(order)) and part.plan(method.read_results()) == []
+    on_102 = [one for one in order if one[-1] == 102]
+    tuned = {form: [one[1:3] for one in on_102 if one[0] == form] for form in real.FORMS["dpo"]}
+    assert tuned == dict(plain=[(4e-5, 0)], humanline=[(4e-5, 4)], online=[(4e-5, 0)])  # the others cannot win
 
 
 def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():

@@ -122,8 +122,9 @@ class Part:
         return [choice for choice in best.values() if self.mean(choice, known) > self.above]
 
     def plan(self, known: Known) -> list[Run]:
-        """The runs that come next; none when all is done."""
-        contenders = self.contenders(known)
+        """The runs that come next; none when all is done. Tuning runs that promise most come first, as they may make others
+        needless."""
+        contenders = sorted(self.contenders(known), key=lambda choice: -self.mean(choice, known, missing=0))
         for seed in real.TUNING_SEEDS:
             if wave := self.missing(contenders, [seed], known):
                 return wave
@@ -264,36 +265,34 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(flags.jobs, context, experiments.start_worker) as pool:
         for name in flags.parts:
-            part = PARTS[name]
-            while missing := part.plan(known := read_results()):
-                print(f"{name}: {len(known)} runs are stored in all, {len(missing)} come next", flush=True)
-                if flags.dry:
-                    break
-                run_wave(pool, missing, flags, known)
+            print(f"{name}: {len(PARTS[name].plan(read_results()))} runs come next", flush=True)
+            if not flags.dry:
+                run_part(pool, PARTS[name], flags)
 
-def run_wave(pool, missing: list[Run], flags: argparse.Namespace, known: Known) -> None:
-    """Train these runs, and store each as it ends. The runs of a seed follow the drawing of its data."""
-    later: dict[tuple[str, int], list[Run]] = {}  # by task and seed
-    for run in missing:
-        later.setdefault((run.task, run.seed), []).append(run)
-    drawing = {pool.submit(real.draw_base, task, flags.model, flags.rows, seed): (task, seed) for task, seed in later}
-    waiting = set(drawing)
-    try:
-        while waiting:
-            done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
-            for future in done:
-                outcome = future.result()
-                if future in drawing:
-                    runs = later[drawing[future]]
-                    waiting |= {pool.submit(real.train, run, flags.model, flags.rows) for run in runs}
-                    continue
+def run_part(pool, part: Part, flags: argparse.Namespace) -> None:
+    """Train what the plan asks for, which is asked anew after each run, and store each run as it ends."""
+    running: dict[concurrent.futures.Future, Run | Path] = {}  # a path: data that is drawn
+    while True:
+        for run in part.plan(known := read_results()):
+            data = flags.rows / f"{run.task}-{run.seed}.jsonl"
+            job = run if run.is_online or data.exists() else data
+            if len(running) == flags.jobs or job in running.values():
+                continue
+            if job is run:
+                future = pool.submit(real.train, run, flags.model, flags.rows)
+            else:
+                future = pool.submit(real.draw_base, run.task, flags.model, flags.rows, run.seed)
+            running[future] = job
+        if not running:
+            return
+        done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+        for future in done:
+            outcome = future.result()
+            if isinstance(running.pop(future), Run):
                 real.check_paired(known, outcome)
                 with PATH.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
                 print(f"  {outcome['flags']}: {outcome['validation'][-1]:.3f}", flush=True)
-    finally:
-        for future in waiting:  # after an error, hours of training would not be stored
-            future.cancel()
 
 if __name__ == "__main__":
     main()
