@@ -253,6 +253,7 @@ def in_turn(rounds: int, ways: dict[str, Callable[[], dict]]) -> dict[str, list[
     for number in range(rounds + IS_GPU):
         for name, way in ways.items():
             runs[name].append(way())
+            print(f"round {number + 1}: {name}", file=sys.stderr, flush=True)  # a real model takes minutes
             if number < IS_GPU:
                 runs[name].clear()
     return runs
