@@ -603,7 +603,7 @@ def test_the_pages_are_those_that_the_stored_runs_give(everything):
 def test_the_figures_are_drawn(everything, tmp_path):
     everything.draw(tmp_path)
     made = {path.name for path in tmp_path.iterdir()}
-    assert {"two-digits.png", "mechanism.png", "gap.png", "real.png", "real-checked.png"} <= made
+    assert {"two-digits.png", "mechanism.png", "gap.png", "real.png", "real-checked.png", "method.png"} <= made
     assert [name for name in made if not (CLAIMS / name).exists()] == []
 
 

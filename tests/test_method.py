@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import decide
 import humanline
 import method
 import real
@@ -116,7 +117,7 @@ def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
     ends = {"validation": [0.1, 0.5], "validation_kl": [0.0, 3.0], "samples": [{"completion": "a\nb"}] * 3}
     known = {run: dict(ends) for run in tuning}
     text = method.page(known)
-    assert "Incomplete: 24 runs come next." in text
+    assert "Incomplete: 24 runs come next." in text and method.ways(known) == []
     assert "| plain | 2e-5 | 101, 102 | 0.500 | 3.0 | a b |" in text
     level = dict(plain=0.5, humanline=0.8, online=0.9)
     for run in part.plan(known):
@@ -130,6 +131,9 @@ def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
     assert "| KL to the base, nats | plain | humanline | online | humanline − plain |" in text
     assert "| 2 to 5 | 0.600 | 0.600 | 0.600 | +0.000 ± 0.000 |" in text  # after step 8
     assert "| 8 to 12 | 0.501 | 0.801 | 0.901 | +0.300 ± 0.001 |" in text
+    [way] = method.ways(known)
+    assert (way.title, way.forms, way.steps) == ("DPO, SmolLM2, sentiment", list(decide.COMPARED), [0, 8, 64])
+    assert way.rewards.shape == (3, 8, 3) and "(method.png)" in text
     assert all("is_shown" in outcome for outcome in known.values())
 
 

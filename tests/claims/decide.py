@@ -6,7 +6,7 @@ The runs are those of real.py; `reproduce.py` writes the pages. The rule, fixed 
 import itertools
 from pathlib import Path
 from statistics import fmean
-from typing import Iterable, Iterator
+from typing import Iterable, Iterator, NamedTuple
 
 import numpy as np
 
@@ -105,6 +105,9 @@ class Compared:
     def on_the_way(self) -> tuple[list[int], np.ndarray, np.ndarray]:
         return on_the_way([self.tests[form] for form in COMPARED])
 
+    def way(self) -> "Way":
+        return Way(f"{self.loss.upper()}, SmolLM2, {self.task}", COMPARED, *self.on_the_way())
+
     def doubts(self) -> dict | None:
         """How much the decision hangs on the step at which the forms stop, on how far they travel, and on the few seeds of
         tuning; None where there is no decision."""
@@ -154,6 +157,15 @@ def read_tasks() -> dict[str, list[Compared]]:
     return {task: [Compared(task, loss) for loss in real.FORMS] for task in tasks}
 
 # ---------- On the way --------------------------------------------------------------------------------------
+
+class Way(NamedTuple):
+    """A panel of a figure: what `on_the_way` gives."""
+
+    title: str
+    forms: Iterable[str]
+    steps: list[int]
+    rewards: np.ndarray
+    distances: np.ndarray
 
 def on_the_way(tests: list[dict[int, dict]]) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Of the runs of some forms, by seed: the steps at which all were measured on the validation prompts, and their

@@ -195,7 +195,24 @@ def page(known: Known) -> str:
                           f"([page](real-{part.task}.md)).")
             tuning = tuning_table(beside | runs)
             text += [f"## {name}: {part.loss.upper()} on *{part.task}*", state, tuning, *test_tables(part, runs, beside)]
+    if ways(known):
+        text += ["## On the way", "![reward against KL to the base, with the steps marked](method.png)", decide.ABOUT_PICTURE]
     return "\n\n".join(text) + "\n"
+
+def ways(known: Known) -> list[decide.Way]:
+    """What the figure shows: parts in which plain and humanline are tested on all seeds."""
+    found = []
+    for part in PARTS.values():
+        tests: dict[str, dict[int, dict]] = {form: {} for form, *_ in part.tuning}
+        for run, outcome in part.stored(known).items():
+            if run.is_test:
+                tests[run.form][run.seed] = outcome
+        names = [form.split(",")[0] for form in tests]
+        if names[:2] == ["plain", "humanline"] and all(len(some) == len(part.test_seeds) for some in tests.values()):
+            form = next(iter(tests))
+            title = f"{part.loss.upper()}, SmolLM2, {part.task}{form.removeprefix('plain')}"
+            found.append(decide.Way(title, names, *decide.on_the_way(list(tests.values()))))
+    return found
 
 def by_choice(runs: Known) -> dict[Choice, dict[int, dict]]:
     """Outcomes by setting and seed."""

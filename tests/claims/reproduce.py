@@ -916,20 +916,20 @@ def draw_real(cells: list[first_real.Stored], path: Path) -> None:
     add_common_legend(figure, axes[0, 0])
     figure.savefig(path, dpi=150)
 
-def draw_way(compared: list[decide.Compared], path: Path) -> None:
-    """Reward against KL to the base on the validation prompts, with the steps marked, of each loss that has a decision."""
-    figure, axes = new_figure(4.4, 1, len(compared))
-    for axis, one in zip(axes[0], compared):
-        steps, *measured = one.on_the_way()
-        rewards, distances = (values[..., 1:] for values in measured)  # from the first measurement on
-        axis.set(title=f"{one.loss.upper()}, SmolLM2, {one.task}", ylim=(0.4, 1.03), xlim=(0, np.percentile(distances, 97)))
+def draw_ways(ways: list[decide.Way], path: Path) -> None:
+    """Reward against KL to the base on the validation prompts, with the steps marked."""
+    figure, axes = new_figure(4.4, 1, len(ways))
+    for axis, way in zip(axes[0], ways):
+        rewards, distances = (values[..., 1:] for values in (way.rewards, way.distances))  # from the first measurement on
+        low = min(0.4, rewards.mean(1).min() - 0.05)
+        axis.set(title=way.title, ylim=(low, 1.03), xlim=(0, np.percentile(distances, 97)))
         axis.set_xlabel("KL to the base, nats a completion")
-        for i, name in enumerate(decide.COMPARED):
+        for i, name in enumerate(way.forms):
             colour, means = COLOURS[name], (distances[i].mean(0), rewards[i].mean(0))
             axis.plot(distances[i].ravel(), rewards[i].ravel(), "o", color=colour, markersize=3, alpha=0.3)
             add_line(axis, *means, colour, name, marker="o", markersize=6)
             if name != "online":
-                add_steps(axis, steps[1:], *means, colour)
+                add_steps(axis, way.steps[1:], *means, colour)
     axes[0, 0].set_ylabel("validation reward")
     add_common_legend(figure, axes[0, 0])
     figure.savefig(path, dpi=150)
@@ -1055,7 +1055,9 @@ class Everything:
         draw_real([cell for cell in self.cells if cell.loss == "grpo"], out / "real.png")
         for task, compared in self.compared.items():
             if decided := [one for one in compared if one.loss in decide.DECIDED and decide.final_rewards(one)]:
-                draw_way(decided, out / f"real-{task}.png")
+                draw_ways([one.way() for one in decided], out / f"real-{task}.png")
+        if ways := method.ways(self.more):
+            draw_ways(ways, out / "method.png")
 
 def rounded(value: Any) -> Any:
     """Floats to four digits, and None where there is no number."""
