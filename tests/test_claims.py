@@ -247,6 +247,24 @@ def test_the_chain_from_tuning_over_the_test_to_the_page(small_real):
     assert [run for run, outcome in compared[0].known.items() if "is_shown" not in outcome] == []
 
 
+@pytest.mark.slow
+def test_a_part_of_the_plan_is_tuned_tested_and_decided(small_real, monkeypatch):
+    monkeypatch.setattr(real, "STEPS", 16)
+    monkeypatch.setattr(real, "TOPICS", dict(test=3, validation=3, train=40))
+    real.write_rows("checked", small_real.rows)
+    choices = [(form, 3e-2, 2 * (form == HUMANLINE)) for form in decide.COMPARED]
+    part = method.Part("checked", "dpo", choices, range(1, 3))
+    monkeypatch.setattr(method, "PATH", small_real.rows / "method.jsonl")
+    monkeypatch.setattr(method, "PARTS", {"A": part})
+    small_real.jobs = 1
+    method.run_part(InThisProcess(), part, small_real)
+    known = method.read_results()
+    assert len(known) == 3 * 3 and all(outcome["steps"] == [0, 8, 16] for outcome in known.values())
+    text = method.page(known)
+    assert "Complete." in text and "| share of the gap after | step 8 | step 16 |" in text
+    assert "| loss | seeds | gap: online − plain |" in text and len(method.ways(known)) == 1
+
+
 def test_the_forms_of_a_test_seed_are_run_on_the_same_samples():
     known = {real.Run("checked", "grpo", "plain", 1e-5, 0, seed): dict(validation=[0.1, 0.3], validation_kl=[0.2, 3.0])
              for seed in (1, 101)}
