@@ -114,10 +114,14 @@ def test_runs_are_stored_as_they_end_and_the_plan_is_asked_anew_after_each(tmp_p
 def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
     part = method.PARTS["A"]
     tuning = part.missing(part.tuning, (101, 102), {})
-    ends = {"validation": [0.1, 0.5], "validation_kl": [0.0, 3.0], "samples": [{"completion": "a\nb"}] * 3}
+    ends = {"steps": [0, 64], "validation": [0.1, 0.5], "validation_kl": [0.0, 3.0],
+            "samples": [{"completion": "a\nb"}] * 3}
     known = {run: dict(ends) for run in tuning}
     text = method.page(known)
-    assert "Incomplete: 24 runs come next." in text and method.ways(known) == []
+    assert "Incomplete: 24 runs come next." in text
+    [way] = method.ways(known)
+    assert way.title == "DPO, SmolLM2, sentiment, tuning seed 101" and way.rewards.shape == (3, 1, 2)
+    assert method.ways({run: known[run] for run in tuning[1:]}) == []
     assert "| plain | 2e-5 | 101, 102 | 0.500 | 3.0 | a b |" in text
     level = dict(plain=0.5, humanline=0.8, online=0.9)
     for run in part.plan(known):

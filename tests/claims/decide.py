@@ -357,7 +357,7 @@ def doubt_tables(task: str, doubts: dict[str, dict]) -> list[str]:
         markdown(f"| standard error | {forms} |", errors),
     ]
 
-ABOUT_PICTURE = """*Validation prompts. A faint dot is a test seed at a step; lines join the means over seeds, and numbers are
+ABOUT_PICTURE = """*Validation prompts. A faint dot is a seed at a step; lines join the means over seeds, and numbers are
 steps.*"""
 
 ABOUT_STEPS = """The decision reads the test prompts after the last step. On the validation prompts, which were measured on

@@ -200,18 +200,24 @@ def page(known: Known) -> str:
     return "\n\n".join(text) + "\n"
 
 def ways(known: Known) -> list[decide.Way]:
-    """What the figure shows: parts in which plain and humanline are tested on all seeds."""
+    """What the figure shows of each part with plain and humanline: the test runs or, before all of them are there, the
+    best run of each form on the first tuning seed."""
     found = []
     for part in PARTS.values():
-        tests: dict[str, dict[int, dict]] = {form: {} for form, *_ in part.tuning}
-        for run, outcome in part.stored(known).items():
-            if run.is_test:
-                tests[run.form][run.seed] = outcome
-        names = [form.split(",")[0] for form in tests]
-        if names[:2] == ["plain", "humanline"] and all(len(some) == len(part.test_seeds) for some in tests.values()):
-            form = next(iter(tests))
-            title = f"{part.loss.upper()}, SmolLM2, {part.task}{form.removeprefix('plain')}"
-            found.append(decide.Way(title, names, *decide.on_the_way(list(tests.values()))))
+        stored = part.stored(known)
+        of_form: dict[str, Known] = {form: {} for form, *_ in part.tuning}
+        for run, outcome in stored.items():
+            of_form[run.form][run] = outcome
+        tests = [{run.seed: some[run] for run in some if run.is_test} for some in of_form.values()]
+        names = [form.split(",")[0] for form in of_form]
+        form, seed = next(iter(of_form)), real.TUNING_SEEDS[0]
+        title = f"{part.loss.upper()}, SmolLM2, {part.task}{form.removeprefix('plain')}"
+        if any(len(some) < len(part.test_seeds) for some in tests):
+            title += f", tuning seed {seed}"
+            tests = [{seed: max((some[run] for run in some if run.seed == seed), key=lambda one: one["validation"][-1])}
+                     for some in of_form.values() if not part.missing(part.tuning, [seed], stored)]
+        if names[:2] == ["plain", "humanline"] and tests:
+            found.append(decide.Way(title, names, *decide.on_the_way(tests)))
     return found
 
 def by_choice(runs: Known) -> dict[Choice, dict[int, dict]]:

@@ -924,12 +924,13 @@ def draw_ways(ways: list[decide.Way], path: Path) -> None:
         low = min(0.4, rewards.mean(1).min() - 0.05)
         axis.set(title=way.title, ylim=(low, 1.03), xlim=(0, np.percentile(distances, 97)))
         axis.set_xlabel("KL to the base, nats a completion")
+        marked = [j for j, step in enumerate(way.steps[1:]) if step % 16 == 0]
         for i, name in enumerate(way.forms):
             colour, means = COLOURS[name], (distances[i].mean(0), rewards[i].mean(0))
             axis.plot(distances[i].ravel(), rewards[i].ravel(), "o", color=colour, markersize=3, alpha=0.3)
             add_line(axis, *means, colour, name, marker="o", markersize=6)
             if name != "online":
-                add_steps(axis, way.steps[1:], *means, colour)
+                add_steps(axis, [way.steps[1 + j] for j in marked], *(mean[marked] for mean in means), colour)
     axes[0, 0].set_ylabel("validation reward")
     add_common_legend(figure, axes[0, 0])
     figure.savefig(path, dpi=150)
