@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -109,6 +110,26 @@ def test_runs_are_stored_as_they_end_and_the_plan_is_asked_anew_after_each(tmp_p
     on_102 = [one for one in order if one[-1] == 102]
     tuned = {form: [one[1:3] for one in on_102 if one[0] == form] for form in real.FORMS["dpo"]}
     assert tuned == dict(plain=[(4e-5, 0)], humanline=[(4e-5, 4)], online=[(4e-5, 0)])  # the others cannot win
+
+
+def test_after_an_error_what_is_running_is_stored_and_nothing_is_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(method, "PATH", tmp_path / "method.jsonl")
+    (tmp_path / "sentiment-101.jsonl").touch()
+    begun = []
+
+    class Pool:
+        def submit(self, function, run, *arguments):
+            begun.append((run, Future()))
+            if len(begun) == 2:
+                (_, failing), (_, running) = begun
+                failing.set_exception(RuntimeError("no memory"))
+                ends = dict(validation=[0.1, 0.5], validation_kl=[0.0, 1.0])
+                threading.Timer(0.2, running.set_result, [vars(run) | dict(flags="") | ends]).start()
+            return begun[-1][1]
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        method.run_part(Pool(), method.PARTS["A"], SimpleNamespace(model="", rows=tmp_path, jobs=2))
+    assert len(begun) == 2 and list(method.read_results()) == [begun[1][0]]
 
 
 def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():

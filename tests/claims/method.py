@@ -204,20 +204,21 @@ def ways(known: Known) -> list[decide.Way]:
     best run of each form on the first tuning seed."""
     found = []
     for part in PARTS.values():
-        stored = part.stored(known)
-        of_form: dict[str, Known] = {form: {} for form, *_ in part.tuning}
-        for run, outcome in stored.items():
-            of_form[run.form][run] = outcome
-        tests = [{run.seed: some[run] for run in some if run.is_test} for some in of_form.values()]
-        names = [form.split(",")[0] for form in of_form]
-        form, seed = next(iter(of_form)), real.TUNING_SEEDS[0]
-        title = f"{part.loss.upper()}, SmolLM2, {part.task}{form.removeprefix('plain')}"
-        if any(len(some) < len(part.test_seeds) for some in tests):
+        forms = list(dict.fromkeys(form for form, *_ in part.tuning))
+        names = [form.split(",")[0] for form in forms]
+        if names[:2] != ["plain", "humanline"]:
+            continue
+        stored, seed = part.stored(known), real.TUNING_SEEDS[0]
+        of_form = [[run for run in stored if run.form == form] for form in forms]
+        runs = [{run.seed: stored[run] for run in some if run.is_test} for some in of_form]
+        title = f"{part.loss.upper()}, SmolLM2, {part.task}{forms[0].removeprefix('plain')}"
+        if any(len(tests) < len(part.test_seeds) for tests in runs):
+            if part.missing(part.tuning, [seed], stored):
+                continue
+            reward = lambda outcome: outcome["validation"][-1]
+            runs = [{seed: max((stored[run] for run in some if run.seed == seed), key=reward)} for some in of_form]
             title += f", tuning seed {seed}"
-            tests = [{seed: max((some[run] for run in some if run.seed == seed), key=lambda one: one["validation"][-1])}
-                     for some in of_form.values() if not part.missing(part.tuning, [seed], stored)]
-        if names[:2] == ["plain", "humanline"] and tests:
-            found.append(decide.Way(title, names, *decide.on_the_way(tests)))
+        found.append(decide.Way(title, names, *decide.on_the_way(runs)))
     return found
 
 def by_choice(runs: Known) -> dict[Choice, dict[int, dict]]:
@@ -293,10 +294,13 @@ def main() -> None:
                 run_part(pool, PARTS[name], flags)
 
 def run_part(pool, part: Part, flags: argparse.Namespace) -> None:
-    """Train what the plan asks for, which is asked anew after each run, and store each run as it ends."""
+    """Train what the plan asks for, which is asked anew after each run, and store each run as it ends. After an error no
+    run is begun, and those that are running are stored."""
     running: dict[concurrent.futures.Future, Run | Path] = {}  # a path: data that is drawn
+    error = None
     while True:
-        for run in part.plan(known := read_results()):
+        known = read_results()
+        for run in [] if error else part.plan(known):
             data = flags.rows / f"{run.task}-{run.seed}.jsonl"
             job = run if run.is_online or data.exists() else data
             if len(running) == flags.jobs or job in running.values():
@@ -307,15 +311,19 @@ def run_part(pool, part: Part, flags: argparse.Namespace) -> None:
                 future = pool.submit(real.draw_base, run.task, flags.model, flags.rows, run.seed)
             running[future] = job
         if not running:
-            return
+            break
         done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
         for future in done:
-            outcome = future.result()
-            if isinstance(running.pop(future), Run):
+            job = running.pop(future)
+            error = error or future.exception()
+            if isinstance(job, Run) and not future.exception():
+                outcome = future.result()
                 real.check_paired(known, outcome)
                 with PATH.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
                 print(f"  {outcome['flags']}: {outcome['validation'][-1]:.3f}", flush=True)
+    if error:
+        raise error
 
 if __name__ == "__main__":
     main()
