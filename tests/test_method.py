@@ -67,7 +67,8 @@ def test_the_best_setting_of_each_form_is_tested_and_ties_go_to_the_lower_rate_t
     tests = planned_tests("A", lambda form, lr, k: 0.5 if form != "plain" else lr)
     assert {(run.form, run.lr, run.k) for run in tests} == {
         ("plain", 8e-5, 0), ("humanline", 1e-5, 4), ("online", 2e-5, 0)}
-    assert sorted({run.seed for run in tests}) == list(range(1, 9)) and len(tests) == 24
+    assert [run.seed for run in tests if not run.is_online] == [seed for seed in range(1, 9) for _ in range(2)]
+    assert [(run.seed, run.is_online) for run in tests[16:]] == [(seed, True) for seed in range(1, 9)]
 
 
 def test_the_edge_is_tested_only_above_half_of_the_gap():

@@ -123,12 +123,14 @@ class Part:
 
     def plan(self, known: Known) -> list[Run]:
         """The runs that come next; none when all is done. Tuning runs that promise most come first, as they may make others
-        needless."""
+        needless. Online runs come last: they take twice as long, and humanline − plain does not need them."""
         contenders = sorted(self.contenders(known), key=lambda choice: -self.mean(choice, known, missing=0))
         for seed in real.TUNING_SEEDS:
             if wave := self.missing(contenders, [seed], known):
-                return wave
-        return self.missing(self.tested(known), self.test_seeds, known)
+                break
+        else:
+            wave = self.missing(self.tested(known), self.test_seeds, known)
+        return sorted(wave, key=lambda run: run.is_online)
 
 def forms_on_sentiment() -> list[Choice]:
     return [
