@@ -403,12 +403,12 @@ def run_all(pool, flags: argparse.Namespace, loss: str, test_seeds: list[int], p
             for run in asked:  # after an error, hours of training would not be stored
                 run.cancel()
 
-def base_of(outcome: dict) -> tuple[float, float]:
-    """Reward of the base on the validation prompts, and the estimate of its KL to itself: both depend on the samples."""
-    return outcome["validation"][0], outcome["validation_kl"][0]
+def base_of(outcome: dict) -> tuple[str, float, float]:
+    """What the samples depend on: the device, and the base's reward and estimated KL to itself on the validation prompts."""
+    return outcome["device"], outcome["validation"][0], outcome["validation_kl"][0]
 
 def check_paired(known: Known, outcome: dict) -> None:
-    """Exits if the base has another reward or KL than at the start of a stored test run of the same task, loss and seed:
+    """Exits if the device or the base's reward or KL differs from a stored test run of the same task, loss and seed:
     another kind of machine draws other samples, and forms are paired by those of their seed."""
     for run, stored in known.items():
         is_same_seed = (run.task, run.loss, run.seed) == (outcome["task"], outcome["loss"], outcome["seed"])
