@@ -43,7 +43,7 @@ def planned_tests(name: str, reward) -> list[method.Run]:
 
 def test_tuning_comes_first_seed_by_seed():
     counts = {name: len(part.plan({})) for name, part in method.PARTS.items()}
-    assert counts == dict(A=11, B=6, C=8, D=2, E=11)
+    assert counts == dict(A=12, B=6, C=8, D=2, E=11)
     part = method.PARTS["A"]
     first = known_of(part, lambda *choice: 0.5, seeds=[101])
     assert part.plan({}) == list(first)
@@ -66,7 +66,7 @@ def test_what_can_no_longer_become_the_best_of_its_form_is_not_trained_further()
 def test_the_best_setting_of_each_form_is_tested_and_ties_go_to_the_lower_rate_then_to_the_larger_k():
     tests = planned_tests("A", lambda form, lr, k: 0.5 if form != "plain" else lr)
     assert {(run.form, run.lr, run.k) for run in tests} == {
-        ("plain", 8e-5, 0), ("humanline", 1e-5, 4), ("online", 2e-5, 0)}
+        ("plain", 1.6e-4, 0), ("humanline", 1e-5, 4), ("online", 2e-5, 0)}
     assert [run.seed for run in tests if not run.is_online] == [seed for seed in range(1, 9) for _ in range(2)]
     assert [(run.seed, run.is_online) for run in tests[16:]] == [(seed, True) for seed in range(1, 9)]
 
@@ -100,7 +100,7 @@ def test_runs_are_stored_as_they_end_and_the_plan_is_asked_anew_after_each(tmp_p
                 order.append((run.form, run.lr, run.k, run.seed))
                 reward = 0.9 if (run.lr, run.k) in ((4e-5, 4), (4e-5, 0)) else 0.4
                 ends = dict(validation=[0.1, reward], validation_kl=[0.0, 1.0])
-                future.set_result(vars(run) | dict(flags="") | ends)
+                future.set_result(vars(run) | dict(flags="", device="CPU") | ends)
             return future
 
     part = dataclasses.replace(method.PARTS["A"], test_seeds=range(1, 3))
