@@ -140,9 +140,9 @@ def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
             "samples": [{"completion": "a\nb"}] * 3}
     known = {run: dict(ends) for run in tuning}
     text = method.page(known)
-    assert "Incomplete: 24 runs come next." in text
+    assert "Incomplete; runs that come next: 24." in text
     [way] = method.ways(known)
-    assert way.title == "DPO, SmolLM2, sentiment, tuning seed 101" and way.rewards.shape == (3, 1, 2)
+    assert way.title == "DPO, SmolLM2, sentiment, tuning" and way.rewards.shape == (3, 2, 2)
     assert method.ways({run: known[run] for run in tuning[1:]}) == []
     assert "| plain | 2e-5 | 101, 102 | 0.500 | 3.0 | a b |" in text
     level = dict(plain=0.5, humanline=0.8, online=0.9)

@@ -201,7 +201,7 @@ def page(known: Known) -> str:
     for name, part in PARTS.items():
         if runs := part.stored(known):
             missing = len(part.plan(known))
-            state = f"Incomplete: {missing} runs come next." if missing else "Complete."
+            state = f"Incomplete; runs that come next: {missing}." if missing else "Complete."
             if beside := part.runs_beside():
                 forms = ", ".join(map(show_form, part.beside))
                 state += (f" Beside them, with the usual beta and on data from another machine: {forms} "
@@ -214,23 +214,21 @@ def page(known: Known) -> str:
 
 def ways(known: Known) -> list[decide.Way]:
     """What the figure shows of each part with plain and humanline: the test runs or, before all of them are there, the
-    best run of each form on the first tuning seed."""
+    tuning runs of the chosen settings."""
     found = []
     for part in PARTS.values():
         forms = list(dict.fromkeys(form for form, *_ in part.tuning))
         names = [form.split(",")[0] for form in forms]
-        if names[:2] != ["plain", "humanline"]:
+        stored = part.stored(known)
+        if names[:2] != ["plain", "humanline"] or part.missing(part.contenders(stored), real.TUNING_SEEDS, stored):
             continue
-        stored, seed = part.stored(known), real.TUNING_SEEDS[0]
-        of_form = [[run for run in stored if run.form == form] for form in forms]
-        runs = [{run.seed: stored[run] for run in some if run.is_test} for some in of_form]
+        best = part.chosen(stored)
         title = f"{part.loss.upper()}, SmolLM2, {part.task}{forms[0].removeprefix('plain')}"
-        if any(len(tests) < len(part.test_seeds) for tests in runs):
-            if part.missing(part.tuning, [seed], stored):
-                continue
-            reward = lambda outcome: outcome["validation"][-1]
-            runs = [{seed: max((stored[run] for run in some if run.seed == seed), key=reward)} for some in of_form]
-            title += f", tuning seed {seed}"
+        seeds = part.test_seeds
+        if part.missing(list(best.values()), seeds, stored):
+            seeds = real.TUNING_SEEDS
+            title += ", tuning"
+        runs = [{seed: stored[part.run(best[form], seed)] for seed in seeds} for form in forms]
         found.append(decide.Way(title, names, *decide.on_the_way(runs)))
     return found
 
@@ -243,7 +241,8 @@ def by_choice(runs: Known) -> dict[Choice, dict[int, dict]]:
 
 def tuning_table(runs: Known) -> str:
     rows = []
-    for (form, *setting), outcomes in by_choice({run: runs[run] for run in runs if not run.is_test}).items():
+    tuning = by_choice({run: runs[run] for run in runs if not run.is_test})
+    for (form, *setting), outcomes in sorted(tuning.items(), key=lambda item: item[0]):
         ends = {what: [one[what][-1] for one in shown(outcomes.values())] for what in ("validation", "validation_kl")}
         seeds = ", ".join(map(str, sorted(outcomes)))
         means = [f"{fmean(ends['validation']):.3f}", f"{fmean(ends['validation_kl']):.1f}"]
