@@ -133,6 +133,30 @@ def test_after_an_error_what_is_running_is_stored_and_nothing_is_begun(tmp_path,
     assert len(begun) == 2 and list(method.read_results()) == [begun[1][0]]
 
 
+def test_a_run_on_another_machine_ends_the_script_once_the_others_are_stored(tmp_path, monkeypatch):
+    monkeypatch.setattr(method, "PATH", tmp_path / "method.jsonl")
+    (tmp_path / "sentiment-101.jsonl").touch()
+    begun = []
+
+    class Pool:
+        def submit(self, function, run, *arguments):
+            begun.append((run, Future()))
+            if len(begun) == 2:
+                for (one, future), delay in zip(begun, (0.1, 0.4)):
+                    ends = dict(flags="", validation=[0.1, 0.5], validation_kl=[0.0, 1.0])
+                    threading.Timer(delay, future.set_result, [vars(one) | ends]).start()
+            return begun[-1][1]
+
+    def check_paired(known, outcome):
+        if outcome["lr"] == begun[0][0].lr:
+            sys.exit("finish it there")
+
+    monkeypatch.setattr(real, "check_paired", check_paired)
+    with pytest.raises(SystemExit, match="finish it there"):
+        method.run_part(Pool(), method.PARTS["A"], SimpleNamespace(model="", rows=tmp_path, jobs=2))
+    assert len(begun) == 2 and list(method.read_results()) == [begun[1][0]]
+
+
 def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
     part = method.PARTS["A"]
     tuning = part.missing(part.tuning, (101, 102), {})

@@ -330,7 +330,11 @@ def run_part(pool, part: Part, flags: argparse.Namespace) -> None:
             error = error or future.exception()
             if isinstance(job, Run) and not future.exception():
                 outcome = future.result()
-                real.check_paired(known, outcome)
+                try:
+                    real.check_paired(known, outcome)
+                except SystemExit as not_paired:
+                    error = error or not_paired
+                    continue
                 with PATH.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
                 print(f"  {outcome['flags']}: {outcome['validation'][-1]:.3f}", flush=True)
