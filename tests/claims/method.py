@@ -202,6 +202,7 @@ def page(known: Known) -> str:
         if runs := part.stored(known):
             missing = len(part.plan(known))
             state = f"Incomplete; runs that come next: {missing}." if missing else "Complete."
+            state += f" {show_devices(runs)}"
             if beside := part.runs_beside():
                 forms = ", ".join(map(show_form, part.beside))
                 state += (f" Beside them, with the usual beta and on data from another machine: {forms} "
@@ -211,6 +212,13 @@ def page(known: Known) -> str:
     if ways(known):
         text += ["## On the way", "![reward against KL to the base, with the steps marked](method.png)", decide.ABOUT_PICTURE]
     return "\n\n".join(text) + "\n"
+
+def show_devices(runs: Known) -> str:
+    """The devices of the tuning runs and of the test runs: a test is paired on one, but its settings may be from another."""
+    devices: dict[str, set[str]] = {}
+    for run, outcome in runs.items():
+        devices.setdefault("Test" if run.is_test else "Tuning", set()).add(outcome["device"])
+    return " ".join(f"{what}: {'; '.join(sorted(names))}." for what, names in devices.items())
 
 def ways(known: Known) -> list[decide.Way]:
     """What the figure shows of each part with plain and humanline: the test runs or, before all of them are there, the
