@@ -240,7 +240,7 @@ def test_the_chain_from_tuning_over_the_test_to_the_page(small_real):
     for run, outcome in known.items():
         befores[run.seed].add(outcome["validation"][0])
     assert all(len(values) == 1 for values in befores.values())
-    compared = [decide.Compared("checked", loss) for loss in real.FORMS]
+    compared = [decide.read_compared("checked", loss) for loss in real.FORMS]
     text = decide.page("checked", compared, decide.decide_task(compared))
     assert "| humanline | 0.0" in text or "| humanline | 3e-2" in text or "| humanline | 6e-2" in text
     assert "Runs are missing of" in text and "| KTO |  |" in text  # KTO and GRPO were not run
@@ -263,6 +263,8 @@ def test_a_part_of_the_plan_is_tuned_tested_and_decided(small_real, monkeypatch)
     text = method.page(known)
     assert f"Complete. Tuning: {real.device_name()}. Test: {real.device_name()}." in text and "| share of the gap after | step 8 | step 16 |" in text
     assert "| loss | seeds | gap: online − plain |" in text and len(method.ways(known)) == 1
+    [compared] = method.compared(known)
+    assert [len(rewards) for rewards in decide.final_rewards(compared)] == [2, 2, 2]
 
 
 def test_the_forms_of_a_test_seed_are_run_on_the_same_samples():
@@ -412,7 +414,7 @@ def test_the_page_grows_with_the_runs_and_reads_every_one(tmp_path, monkeypatch)
     forms = "*humanline*, *online*, *plain* (some 24)"  # 8 seeds each
     assert f"missing of DPO: {forms}; KTO: {forms}." in text
     [more, *_] = real.plan("checked", "dpo", known, [*real.TEST_SEEDS["dpo"], *real.MORE_SEEDS])
-    before = decide.Compared("checked", "dpo").facts()
+    before = decide.read_compared("checked", "dpo").facts()
     write_jsonl(tmp_path / "real-checked.jsonl", [vars(run) | pretend_real(run) for run in [*known, more]])
     compared = decide.read_tasks()["checked"]
     assert unread_real(compared) == [] and compared[0].facts() == before  # no verdict with a part of the seeds

@@ -71,6 +71,22 @@ def test_the_best_setting_of_each_form_is_tested_and_ties_go_to_the_lower_rate_t
     assert [(run.seed, run.is_online) for run in tests[16:]] == [(seed, True) for seed in range(1, 9)]
 
 
+def test_a_part_with_all_three_forms_is_decided_by_its_best_settings_once_all_seeds_are_there():
+    part = method.PARTS["A"]
+    known = known_of(part, lambda form, lr, k: 0.5 + 100 * lr - k / 100)
+    assert list(method.compared(known_of(part, lambda *choice: 0.5, seeds=[101]))) == []
+    [compared] = method.compared(known)
+    assert compared.settings == dict(plain=[1.6e-4, 0], humanline=[8e-5, 1], online=[4e-5, 0])
+    tests = part.plan(known)
+    for i, run in enumerate(tests):
+        [compared] = method.compared(known)
+        assert decide.final_rewards(compared) is None, i
+        known[run] = {"test": {"reward": dict(plain=0.5, humanline=0.7, online=0.9)[run.form] + run.seed / 100}}
+    [compared] = method.compared(known)
+    assert compared.share("test", "humanline")[0] == pytest.approx(0.5)
+    assert compared.compare("humanline", "plain")["mean"] == pytest.approx(0.2)
+
+
 def test_the_edge_is_tested_only_above_half_of_the_gap():
     assert planned_tests("B", lambda form, lr, k: 0.85) == []
     planned = planned_tests("B", lambda form, lr, k: 0.86 if k == 32 else 0.8)
@@ -160,7 +176,7 @@ def test_a_run_on_another_machine_ends_the_script_once_the_others_are_stored(tmp
 def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
     part = method.PARTS["A"]
     tuning = part.missing(part.tuning, (101, 102), {})
-    ends = {"steps": [0, 64], "validation": [0.1, 0.5], "validation_kl": [0.0, 3.0],
+    ends = {"device": "CPU A", "steps": [0, 64], "validation": [0.1, 0.5], "validation_kl": [0.0, 3.0],
             "samples": [{"completion": "a\nb"}] * 3}
     known = {run: dict(ends) for run in tuning}
     text = method.page(known)
@@ -174,9 +190,10 @@ def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
         reward = level[run.form] + 0.001 * (run.seed % 3)
         measured = dict(reward=reward, kl=3.0, greedy=reward)
         ends = {"steps": [0, 8, 64], "validation": [0.1, 0.6, reward], "validation_kl": [0.0, 3.0, 9.0]}
-        known[run] = ends | {"test": measured, "best": measured}
+        known[run] = ends | {"device": "CPU B", "test": measured, "best": measured}
     text = method.page(dict(reversed(known.items())))
-    assert "Complete." in text and "| +0.300 ± 0.000 |" in text and "**held**" in text
+    assert "Complete. Tuning: CPU A. Test: CPU B." in text
+    assert "| +0.300 ± 0.000 |" in text and "**held**" in text
     assert "| share of the gap after | step 8 | step 64 |" in text and "| DPO | no clear gap | 75% [" in text
     assert "| KL to the base, nats | plain | humanline | online | humanline − plain |" in text
     assert "| 2 to 5 | 0.600 | 0.600 | 0.600 | +0.000 ± 0.000 |" in text  # after step 8
@@ -212,7 +229,7 @@ def test_runs_with_another_beta_stand_beside_those_with_the_usual_one_unpaired()
 def test_runs_of_real_py_stand_beside_the_edge_and_the_control_of_grpo(name, forms, of_real_py):
     part = method.PARTS[name]
     measured = dict(reward=0.9, kl=9.0, greedy=0.9)
-    outcome = dict(steps=[0, 16, 64], validation=[0.1, 0.6, 0.9], validation_kl=[0.0, 6.5, 9.0],
+    outcome = dict(device="CPU", steps=[0, 16, 64], validation=[0.1, 0.6, 0.9], validation_kl=[0.0, 6.5, 9.0],
                    samples=[{"completion": "a"}] * 3, test=measured, best=measured)
     known = {run: dict(outcome) for run in part.missing(part.tuning, real.TUNING_SEEDS, {})}
     known |= {run: dict(outcome) for run in part.plan(known)}

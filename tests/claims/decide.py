@@ -40,30 +40,27 @@ NEEDS_MORE = f"{UNDECIDED}; eight more seeds"
 NO_GAP = "no gap here, the claim cannot be tested"
 
 class Compared:
-    """The stored runs of a task and a loss, and the forms whose tuning is complete."""
+    """The stored runs of a task and a loss, and the forms whose tuning is complete, each with its chosen setting."""
 
-    def __init__(self, task: str, loss: str):
-        self.task, self.loss = task, loss
-        known = real.read_results(RESULTS / f"real-{task}.jsonl")
-        self.known = {run: outcome for run, outcome in known.items() if run.loss == loss}
-        self.settings: dict[str, real.Settings] = {}
-        self.tests: dict[str, dict[int, dict]] = {}  # by form and seed, at the chosen setting
-        for form in real.FORMS[loss]:
-            if real.plan_tuning(task, loss, form, self.known):
-                continue
-            setting = real.ranked(task, loss, form, self.known)[0]
-            self.settings[form] = setting
-            self.tests[form] = {
-                run.seed: outcome
-                for run, outcome in self.known.items()
-                if run.is_test and (run.form, run.lr, run.k) == (form, *setting)
-            }
+    def __init__(self, task: str, loss: str, known: real.Known, settings: dict[str, real.Settings]):
+        self.task, self.loss, self.known, self.settings = task, loss, known, settings
+        self.tests = {form: self.outcomes(form, is_test=True) for form in settings}  # by form and seed
+
         # Eight more seeds count once all of them are there, so nothing is judged on the way.
         self.seeds = max(filter(self.has_seeds, LEVELS), default=None)
         self.waiting = []
         for runs in self.tests.values():
             later = [seed for seed in runs if seed > (self.seeds or min(LEVELS))]
             self.waiting += map(runs.pop, later)
+
+    def outcomes(self, form: str, is_test: bool) -> dict[int, dict]:
+        """The runs of a form at its setting, by seed."""
+        setting = (form, *self.settings[form])
+        return {
+            run.seed: outcome
+            for run, outcome in self.known.items()
+            if (run.form, run.lr, run.k) == setting and run.is_test == is_test
+        }
 
     def has_seeds(self, count: int) -> bool:
         """Whether all forms of the loss whose tuning is complete, if any, were tested on seeds 1 to `count`."""
@@ -72,9 +69,7 @@ class Compared:
 
     def validation(self, form: str) -> float:
         """The mean validation reward that chose the setting."""
-        lr, k = self.settings[form]
-        runs = [real.Run(self.task, self.loss, form, lr, k, seed) for seed in real.TUNING_SEEDS]
-        return fmean(self.known[run]["validation"][-1] for run in runs)
+        return fmean(run["validation"][-1] for run in self.outcomes(form, is_test=False).values())
 
     def best_of(self, names: Iterable[str]) -> str | None:
         """Of the forms with these names, the one that is best on the validation prompts; None if there is none, or if
@@ -149,12 +144,19 @@ class Compared:
                 found[form][f"{name}_best"] = estimate(run["best"][name] for run in outcomes)
         return found
 
+def read_compared(task: str, loss: str) -> Compared:
+    """The runs of real.py."""
+    known = real.read_results(RESULTS / f"real-{task}.jsonl")
+    known = {run: outcome for run, outcome in known.items() if run.loss == loss}
+    tuned = [form for form in real.FORMS[loss] if not real.plan_tuning(task, loss, form, known)]
+    return Compared(task, loss, known, {form: real.ranked(task, loss, form, known)[0] for form in tuned})
+
 def read_tasks() -> dict[str, list[Compared]]:
     """The stored runs by task. The second task is run only where the first has no gap."""
     first, second = real.TEMPLATES
     is_run = (RESULTS / f"real-{second}.jsonl").exists()
     tasks = (first, second) if is_run else (first,)
-    return {task: [Compared(task, loss) for loss in real.FORMS] for task in tasks}
+    return {task: [read_compared(task, loss) for loss in real.FORMS] for task in tasks}
 
 # ---------- On the way --------------------------------------------------------------------------------------
 

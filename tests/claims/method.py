@@ -37,7 +37,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Sequence
+from typing import Iterator, Sequence
 
 import numpy as np
 
@@ -107,6 +107,9 @@ class Part:
         for choice in self.tuning:
             sure[choice[0]] = max(sure.get(choice[0], 0), self.mean(choice, known, missing=0))
         return [choice for choice in self.tuning if self.mean(choice, known, missing=1) >= sure[choice[0]]]
+
+    def is_tuned(self, known: Known) -> bool:
+        return not self.missing(self.contenders(known), real.TUNING_SEEDS, known)
 
     def chosen(self, known: Known) -> dict[str, Choice]:
         """The best setting of each form, by its name. Tuning must be complete."""
@@ -190,6 +193,14 @@ PARTS = {
 def read_results() -> Known:
     return experiments.read_results(PATH, Run)
 
+def compared(known: Known) -> Iterator[decide.Compared]:
+    """The parts that plain, humanline and online were tuned in, to be decided as those of real.py."""
+    for part in PARTS.values():
+        stored = part.stored(known)
+        if {form for form, *_ in part.tuning} == set(decide.COMPARED) and part.is_tuned(stored):
+            settings = {form: setting for form, *setting in part.chosen(stored).values()}
+            yield decide.Compared(part.task, part.loss, stored, settings)
+
 # ---------- The page ----------------------------------------------------------------------------------------
 
 def page(known: Known) -> str:
@@ -215,10 +226,10 @@ def page(known: Known) -> str:
 
 def show_devices(runs: Known) -> str:
     """The devices of the tuning runs and of the test runs: a test is paired on one, but its settings may be from another."""
-    devices: dict[str, set[str]] = {}
+    devices: dict[str, set[str]] = {"Tuning": set(), "Test": set()}
     for run, outcome in runs.items():
-        devices.setdefault("Test" if run.is_test else "Tuning", set()).add(outcome["device"])
-    return " ".join(f"{what}: {'; '.join(sorted(names))}." for what, names in devices.items())
+        devices["Test" if run.is_test else "Tuning"].add(outcome["device"])
+    return " ".join(f"{what}: {'; '.join(sorted(names))}." for what, names in devices.items() if names)
 
 def ways(known: Known) -> list[decide.Way]:
     """What the figure shows of each part with plain and humanline: the test runs or, before all of them are there, the
@@ -228,7 +239,7 @@ def ways(known: Known) -> list[decide.Way]:
         forms = list(dict.fromkeys(form for form, *_ in part.tuning))
         names = [form.split(",")[0] for form in forms]
         stored = part.stored(known)
-        if names[:2] != ["plain", "humanline"] or part.missing(part.contenders(stored), real.TUNING_SEEDS, stored):
+        if names[:2] != ["plain", "humanline"] or not part.is_tuned(stored):
             continue
         best = part.chosen(stored)
         title = f"{part.loss.upper()}, SmolLM2, {part.task}{forms[0].removeprefix('plain')}"

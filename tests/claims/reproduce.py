@@ -975,7 +975,7 @@ class Everything:
         self.more = method.read_results()
         decided = {
             (one.task, one.loss): one
-            for one in itertools.chain(*self.compared.values())
+            for one in itertools.chain(*self.compared.values(), method.compared(self.more))
             if one.loss in decide.DECIDED
         }
         self.on_smollm2 = [
