@@ -270,11 +270,12 @@ def test_a_part_of_the_plan_is_tuned_tested_and_decided(small_real, monkeypatch)
 def test_the_forms_of_a_test_seed_are_run_on_the_same_samples():
     known = {real.Run("checked", "grpo", "plain", 1e-5, 0, seed): dict(
         device="CPU", validation=[0.1, 0.3], validation_kl=[0.2, 3.0]) for seed in (1, 2, 101)}
-    of_seed = lambda seed, task="checked", kl=0.4, device="CPU": dict(
-        task=task, loss="grpo", seed=seed, device=device, validation=[0.1, 0.9], validation_kl=[kl, 3.0])
+    of_seed = lambda seed, task="checked", kl=0.4, device="CPU", form="better alone": dict(
+        task=task, loss="grpo", form=form, seed=seed, device=device, validation=[0.1, 0.9], validation_kl=[kl, 3.0])
     real.check_paired(known, of_seed(101))  # tuning is not paired
     real.check_paired(known, of_seed(3))
     real.check_paired(known, of_seed(2, kl=0.2))
+    real.check_paired(known, of_seed(1, form="online"))  # it uses no offline data
     real.check_paired(known, of_seed(1, "sentiment"))  # method.py has both tasks in one file
     with pytest.raises(SystemExit, match="seed 1 of GRPO was begun on another machine"):
         real.check_paired(known, of_seed(1))

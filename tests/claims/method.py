@@ -16,7 +16,8 @@ A  DPO on *sentiment*, on test prompts of its own. Plain, humanline with k 1 and
    setting of each is tested on seeds 1 to 8. The decision is that of decide.py: the share of the gap between plain and
    online that humanline closes, against one half. Added before any test, when plain and humanline did best at the
    highest rates of their grids: one rate further, as real.py tunes, 1.6e-4 for plain and 8e-5 for humanline with its
-   better k, which is 1. Online earns 0.999, and is not tuned further.
+   better k, which is 1. Online earns 0.999, and is not tuned further. Added before any online test run: these may be of
+   another machine than the others, as they use no offline data.
 B  The edge of the grid: DPO on *checked*, clip alone, k 32, and k 16 at the rates that were not tried. A setting is
    tested on seeds 1 to 8 only if its mean is above 0.856, half of the gap.
 C  Does a sync help where plain is held back? DPO on *checked* with beta 1: plain, and humanline with k 1 and 4. The best

@@ -409,10 +409,11 @@ def base_of(outcome: dict) -> tuple[str, float, float]:
 
 def check_paired(known: Known, outcome: dict) -> None:
     """Exits if the device or the base's reward or KL differs from a stored test run of the same task, loss and seed:
-    another kind of machine draws other samples, and forms are paired by those of their seed."""
+    another kind of machine draws other offline data, and forms are paired by those of their seed. Online runs use none."""
     for run, stored in known.items():
         is_same_seed = (run.task, run.loss, run.seed) == (outcome["task"], outcome["loss"], outcome["seed"])
-        if is_same_seed and run.is_test and base_of(stored) != base_of(outcome):
+        is_offline = "online" not in (run.form, outcome["form"])
+        if is_same_seed and is_offline and run.is_test and base_of(stored) != base_of(outcome):
             sys.exit(f"real.py: seed {run.seed} of {run.loss.upper()} was begun on another machine; finish it there")
 
 if __name__ == "__main__":
