@@ -18,7 +18,7 @@
 The workload consists of batches of 8 (pairs, examples, or one group of 8 samples), with prompts of 64 tokens
 and completions of 64 to 192 tokens (GRPO: 64 sampled tokens). The model is a random Llama with a vocabulary
 of 32,768, in fp32 on a CPU and bf16 autocast on a GPU, where humanline.py runs with and without torch.compile.
-A real model is in bf16 autocast where `--dtype auto` is: also on a CPU with AMX.
+A real model is in bf16 autocast where `--dtype auto` is: also on a CPU where bf16 is faster.
 Times are medians over all rounds and all steps but the first two, on a GPU after a round that warms up. Peak
 memory is that of the whole process, on a GPU that of torch. On a CPU, TRL 1.16 also projects prompts and
 padding to the vocabulary, which its GPU kernels skip; with --compact it skips them.
@@ -275,7 +275,10 @@ def real_rows(folder: Path, count: int) -> str:
 def write_real_workload(folder: Path, load: Workload, real: str) -> Workload:
     """Write `real_rows` as dialogues for each loss. Returns the workload with the dimensions of the real
     model."""
+    sys.path.insert(0, str(ROOT))
+    from humanline import bf16_is_faster
     from transformers import AutoConfig
+
     folder.mkdir()
     (folder / "model").symlink_to(Path(real).resolve())
     real_rows(folder, load.batch * load.steps)
@@ -295,7 +298,7 @@ def write_real_workload(folder: Path, load: Workload, real: str) -> Workload:
     return replace(load, vocabulary=config.vocab_size, hidden=config.hidden_size,
                    inner=config.intermediate_size, layers=config.num_hidden_layers,
                    heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, is_real=True,
-                   mixed=IS_GPU or torch.cpu._is_amx_tile_supported())
+                   mixed=IS_GPU or bf16_is_faster())
 
 
 def lora(folder: Path, load: Workload, real: str | None, rounds: int) -> None:

@@ -464,14 +464,23 @@ def train(model: str, data: str, out: Path, flags: str) -> humanline.Run:
 @pytest.mark.parametrize("parameters, has_gpu, has_bf16, mixed", [
     (1_000_000, True, True, True), (20_000_000, True, False, False), (1_000_000, False, True, False),
     (20_000_000, False, True, True), (20_000_000, False, False, False)])
-def test_auto_is_mixed_on_a_gpu_with_bf16_and_for_large_models_on_a_cpu_with_amx(
+def test_auto_is_mixed_on_a_gpu_with_bf16_and_for_large_models_on_a_cpu_where_it_is_faster(
         monkeypatch, parameters, has_gpu, has_bf16, mixed):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)  # slower than fp32 without AMX
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_bf16 or has_gpu)
+    monkeypatch.setattr(humanline, "bf16_is_faster", lambda: has_bf16 or has_gpu)
     model = SimpleNamespace(num_parameters=lambda: parameters)
     assert humanline.choose_dtype(model, Config()) == ("mixed" if mixed else "float32")
+
+
+@pytest.mark.parametrize("has_instructions, seconds, faster", [
+    (True, 0.01, True), (True, 0.05, False), (False, 0.001, False)])
+def test_bf16_must_be_half_as_fast_again_on_a_cpu_that_has_it(monkeypatch, has_instructions, seconds, faster):
+    taken = {torch.float32: 0.06, torch.bfloat16: seconds}
+    repeat = lambda product, number, repeat: [taken[product().dtype]] * repeat
+    monkeypatch.setattr(humanline.timeit, "repeat", repeat)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    assert humanline.bf16_is_faster() == faster
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -315,10 +315,10 @@ def train(run: Run, model: str, home: Path) -> dict:
     return outcome
 
 def device_name() -> str:
-    """Also says where `--dtype auto` is float32, which draws other samples: on a CPU without AMX."""
+    """Also says where `--dtype auto` is float32, which draws other samples."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return "CPU, one thread" if torch.cpu._is_amx_tile_supported() else "CPU in float32, one thread"
+    return "CPU, one thread" if humanline.bf16_is_faster() else "CPU in float32, one thread"
 
 MEASURES = "reward", "greedy", "kl", "length", "distinct"
 METRICS = "clamped_low", "clamped_high", "reward_chosen", "reward_rejected", "clip_fraction_low", "clip_fraction_high"
