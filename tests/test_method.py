@@ -198,6 +198,8 @@ def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
     assert "| KL to the base, nats | plain | humanline | online | humanline − plain |" in text
     assert "| 2 to 5 | 0.600 | 0.600 | 0.600 | +0.000 ± 0.000 |" in text  # after step 8
     assert "| 8 to 12 | 0.501 | 0.801 | 0.901 | +0.300 ± 0.001 |" in text
+    [way] = method.ways({run: known[run] for run in known if not (run.is_test and run.is_online)})
+    assert (way.title, way.forms) == ("DPO, SmolLM2, sentiment", ["plain", "humanline"])
     [way] = method.ways(known)
     assert (way.title, way.forms, way.steps) == ("DPO, SmolLM2, sentiment", list(decide.COMPARED), [0, 8, 64])
     assert way.rewards.shape == (3, 8, 3) and "(method.png)" in text

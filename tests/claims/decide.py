@@ -62,9 +62,9 @@ class Compared:
             if (run.form, run.lr, run.k) == setting and run.is_test == is_test
         }
 
-    def has_seeds(self, count: int) -> bool:
-        """Whether all forms of the loss whose tuning is complete, if any, were tested on seeds 1 to `count`."""
-        tests = self.tests.values()
+    def has_seeds(self, count: int, *forms: str) -> bool:
+        """Whether these forms, or else all whose tuning is complete, if any, were tested on seeds 1 to `count`."""
+        tests = [self.tests.get(form, {}) for form in forms or self.tests]
         return bool(tests) and all(seed in runs for seed in range(1, count + 1) for runs in tests)
 
     def validation(self, form: str) -> float:

@@ -233,23 +233,25 @@ def show_devices(runs: Known) -> str:
     return " ".join(f"{what}: {'; '.join(sorted(names))}." for what, names in devices.items() if names)
 
 def ways(known: Known) -> list[decide.Way]:
-    """What the figure shows of each part with plain and humanline: the test runs or, before all of them are there, the
-    tuning runs of the chosen settings."""
+    """What the figure shows of each part with plain and humanline: the forms whose test is complete or, before these two
+    are, the tuning runs of the chosen settings."""
     found = []
     for part in PARTS.values():
         forms = list(dict.fromkeys(form for form, *_ in part.tuning))
-        names = [form.split(",")[0] for form in forms]
         stored = part.stored(known)
-        if names[:2] != ["plain", "humanline"] or not part.is_tuned(stored):
+        if [form.split(",")[0] for form in forms[:2]] != ["plain", "humanline"] or not part.is_tuned(stored):
             continue
         best = part.chosen(stored)
         title = f"{part.loss.upper()}, SmolLM2, {part.task}{forms[0].removeprefix('plain')}"
         seeds = part.test_seeds
-        if part.missing(list(best.values()), seeds, stored):
+        tested = [form for form in forms if not part.missing([best[form]], seeds, stored)]
+        if tested[:2] == forms[:2]:
+            forms = tested
+        else:
             seeds = real.TUNING_SEEDS
             title += ", tuning"
         runs = [{seed: stored[part.run(best[form], seed)] for seed in seeds} for form in forms]
-        found.append(decide.Way(title, names, *decide.on_the_way(runs)))
+        found.append(decide.Way(title, [form.split(",")[0] for form in forms], *decide.on_the_way(runs)))
     return found
 
 def by_choice(runs: Known) -> dict[Choice, dict[int, dict]]:

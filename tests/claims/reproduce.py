@@ -403,16 +403,16 @@ class SmolLM2:
 
     def __init__(self, cell: first_real.Stored, facts: dict[str, dict], compared: decide.Compared | None):
         self.task, self.loss, self.cell, self.facts = cell.task, cell.loss, cell, facts
-        self.compared = compared if compared and decide.final_rewards(compared) else None
+        self.compared = compared
 
     def compare(self, other: str, what: str = "reward") -> dict | None:
-        if self.compared:
+        if self.compared and self.compared.has_seeds(min(decide.LEVELS), HUMANLINE, other):
             return self.compared.compare(HUMANLINE, other, what)
         return first_real.compare_runs(*map(self.cell.at_tuned, (HUMANLINE, other)), what)
 
     def shares(self) -> dict[str, list[float] | None]:
         """Of the gap, by form."""
-        if self.compared:
+        if self.compared and decide.final_rewards(self.compared):
             return {HUMANLINE: self.compared.share("test", HUMANLINE)}
         names = (name for name in (HUMANLINE, NO_CLIP) if name in self.facts)
         return {name: self.facts[name]["share_of_gap"] for name in names}
@@ -513,7 +513,8 @@ online). What neither shows is *{decide.UNDECIDED}*."""
 ABOUT_MEASURES = """Of pass@1 on the tiny models, of the reward on SmolLM2; after the last step. *Best measurements*: each
 run where it was best on the validation problems, as early stopping would have it. *Greedy*: of greedy decoding, not of
 samples. On SmolLM2 each form has three test seeds and was tuned on one ([page](real.md)); DPO and KTO on *checked*
-have those of the decision ([page](real-checked.md))."""
+have those of the decision ([page](real-checked.md)), and DPO on *sentiment*, less plain, those of part A
+([page](method.md))."""
 
 TAPER_RULE = f"""The taper stays if for at least one loss it is above the best published neighbour on two of the three
 tasks (the paired interval above 0), and nowhere more than {MARGIN} below it (the mean). The neighbour is the one that
