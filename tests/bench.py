@@ -226,7 +226,8 @@ def run_humanline(folder: Path, load: Workload, loss: str, more: str = "", check
     checkpoints."""
     with tempfile.TemporaryDirectory() as out:
         flags = (f"--model {folder / 'model'} --data {folder / loss}.jsonl --loss {loss} "
-                 f"--steps {load.steps} --batch-size {load.batch} --out {out}/run")
+                 f"--steps {load.steps} --batch-size {load.batch} --out {out}/run "
+                 f"--dtype {'mixed' if load.mixed else 'float32'}")
         if loss.startswith("grpo"):
             flags = flags.replace("--loss grpo-offline", "--loss grpo") + " --batch-size 1 --kl-beta 0.01"
         if loss == "grpo":

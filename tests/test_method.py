@@ -129,7 +129,8 @@ def test_runs_are_stored_as_they_end_and_the_plan_is_asked_anew_after_each(tmp_p
     assert tuned == dict(plain=[(4e-5, 0)], humanline=[(4e-5, 4)], online=[(4e-5, 0)])  # the others cannot win
 
 
-def test_after_an_error_what_is_running_is_stored_and_nothing_is_begun(tmp_path, monkeypatch):
+def run_two_at_once(tmp_path, monkeypatch, end_first):
+    """Run part A, in which `end_first` ends the first of two runs before the second, which alone is stored."""
     monkeypatch.setattr(method, "PATH", tmp_path / "method.jsonl")
     (tmp_path / "sentiment-101.jsonl").touch()
     begun = []
@@ -138,39 +139,40 @@ def test_after_an_error_what_is_running_is_stored_and_nothing_is_begun(tmp_path,
         def submit(self, function, run, *arguments):
             begun.append((run, Future()))
             if len(begun) == 2:
-                (_, failing), (_, running) = begun
-                failing.set_exception(RuntimeError("no memory"))
-                ends = dict(validation=[0.1, 0.5], validation_kl=[0.0, 1.0])
-                threading.Timer(0.2, running.set_result, [vars(run) | dict(flags="") | ends]).start()
+                end_first(*begun[0])
+                threading.Timer(0.3, begun[1][1].set_result, [pretend_outcome(run)]).start()
             return begun[-1][1]
 
-    with pytest.raises(RuntimeError, match="no memory"):
+    try:
         method.run_part(Pool(), method.PARTS["A"], SimpleNamespace(model="", rows=tmp_path, jobs=2))
-    assert len(begun) == 2 and list(method.read_results()) == [begun[1][0]]
+    finally:
+        assert len(begun) == 2 and list(method.read_results()) == [begun[1][0]]
+
+
+def pretend_outcome(run: real.Run) -> dict:
+    return vars(run) | dict(flags="", validation=[0.1, 0.5], validation_kl=[0.0, 1.0])
+
+
+def test_after_an_error_what_is_running_is_stored_and_nothing_is_begun(tmp_path, monkeypatch):
+    fail = lambda run, future: future.set_exception(RuntimeError("no memory"))
+    with pytest.raises(RuntimeError, match="no memory"):
+        run_two_at_once(tmp_path, monkeypatch, fail)
 
 
 def test_a_run_on_another_machine_ends_the_script_once_the_others_are_stored(tmp_path, monkeypatch):
-    monkeypatch.setattr(method, "PATH", tmp_path / "method.jsonl")
-    (tmp_path / "sentiment-101.jsonl").touch()
-    begun = []
-
-    class Pool:
-        def submit(self, function, run, *arguments):
-            begun.append((run, Future()))
-            if len(begun) == 2:
-                for (one, future), delay in zip(begun, (0.1, 0.4)):
-                    ends = dict(flags="", validation=[0.1, 0.5], validation_kl=[0.0, 1.0])
-                    threading.Timer(delay, future.set_result, [vars(one) | ends]).start()
-            return begun[-1][1]
+    refused = []
 
     def check_paired(known, outcome):
-        if outcome["lr"] == begun[0][0].lr:
+        if outcome == refused[0]:
             sys.exit("finish it there")
+
+    def end_first(run, future):
+        refused.append(pretend_outcome(run))
+        future.set_result(refused[0])
 
     monkeypatch.setattr(real, "check_paired", check_paired)
     with pytest.raises(SystemExit, match="finish it there"):
-        method.run_part(Pool(), method.PARTS["A"], SimpleNamespace(model="", rows=tmp_path, jobs=2))
-    assert len(begun) == 2 and list(method.read_results()) == [begun[1][0]]
+        run_two_at_once(tmp_path, monkeypatch, end_first)
 
 
 def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():

@@ -253,7 +253,6 @@ def train(run: Run, model: str, home: Path) -> dict:
     best: dict = {}
     outcome = vars(run) | dict(
         flags=" ".join(run.flags()),
-        device=device_name(),
         torch=torch.__version__,
     )
 
@@ -266,6 +265,7 @@ def train(run: Run, model: str, home: Path) -> dict:
             groups = sampler.draw_rollouts(prompts, rows, EVAL_SAMPLES, humanline.EVALUATION + step)
             curve.append(describe(groups, sampler, base))
         if step == 0:
+            outcome["device"] = device_name(trainer.policy.is_mixed)
             evaluation.write(before, json.dumps(curve[0]))
         if step == 0 or curve[-1]["reward"] > best["reward"]:
             weights = copy.deepcopy(trainer.policy.state_dict())
@@ -314,11 +314,11 @@ def train(run: Run, model: str, home: Path) -> dict:
             outcome[name] = means
     return outcome
 
-def device_name() -> str:
-    """Also says where `--dtype auto` is float32, which draws other samples."""
+def device_name(is_mixed: bool) -> str:
+    """Also says where a CPU ran in float32, which draws other samples."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return "CPU, one thread" if humanline.bf16_is_faster() else "CPU in float32, one thread"
+    return "CPU, one thread" if is_mixed else "CPU in float32, one thread"
 
 MEASURES = "reward", "greedy", "kl", "length", "distinct"
 METRICS = "clamped_low", "clamped_high", "reward_chosen", "reward_rejected", "clip_fraction_low", "clip_fraction_high"
