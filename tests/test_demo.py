@@ -158,9 +158,13 @@ def test_the_demo_is_what_its_maker_records():
 
 
 @pytest.mark.slow
-def test_making_the_demo_again_gives_the_same_demo(tmp_path):
-    """Equal bit for bit on the machine that made the demo; rounding may differ on others."""
-    subprocess.run([sys.executable, str(ROOT / "tests" / "claims" / "bases.py"), str(tmp_path / "again")],
-                   check=True)
-    names = ["model/model.safetensors", "model/tokenizer.json", "rows.jsonl", "test.jsonl"]
-    assert all((tmp_path / "again" / name).read_bytes() == (DEMO / name).read_bytes() for name in names)
+def test_making_the_demo_again_gives_such_a_demo(tmp_path):
+    """Rounding differs from one CPU to another, and with it the model; what it earns and all else does not."""
+    subprocess.run([sys.executable, str(ROOT / "tests" / "claims" / "bases.py"), str(tmp_path)], check=True)
+    kept = [path.relative_to(DEMO) for path in (DEMO / "model").iterdir() if path.suffix != ".safetensors"]
+    for name in ["test.jsonl", *kept]:
+        assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes(), name
+    again, rows = ([json.loads(line) for line in (folder / "rows.jsonl").open()] for folder in (tmp_path, DEMO))
+    assert [(row["prompt"], row["answer"]) for row in again] == [(row["prompt"], row["answer"]) for row in rows]
+    rewards = [sum(sum(row["scores"]) for row in some) / (8 * len(some)) for some in (again, rows)]
+    assert rewards[0] == pytest.approx(rewards[1], abs=0.1)
