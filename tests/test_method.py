@@ -1,6 +1,7 @@
 """The plan of the runs that settle what is open on SmolLM2 (tests/claims/method.py)."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -173,6 +174,25 @@ def test_a_run_on_another_machine_ends_the_script_once_the_others_are_stored(tmp
     monkeypatch.setattr(real, "check_paired", check_paired)
     with pytest.raises(SystemExit, match="finish it there"):
         run_two_at_once(tmp_path, monkeypatch, end_first)
+
+
+def test_a_part_is_not_paired_with_the_same_seeds_of_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(method, "PATH", tmp_path / "method.jsonl")
+    (tmp_path / "checked-1.jsonl").touch()
+    parts = {name: dataclasses.replace(method.PARTS[name], test_seeds=range(1, 2)) for name in "BC"}
+    stored = [parts["C"].run(("plain, beta 1", 1e-5, 0), 1),
+              *(parts["B"].run(choice, seed) for choice in parts["B"].tuning for seed in (101, 102))]
+    lines = [pretend_outcome(run) | dict(device="CPU A", validation=[0.1, 0.9]) for run in stored]
+    method.PATH.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def submit(function, run, *arguments):
+        future = Future()
+        future.set_result(pretend_outcome(run) | dict(device="CPU B"))
+        return future
+
+    flags = SimpleNamespace(model="", rows=tmp_path, jobs=1)
+    method.run_part(SimpleNamespace(submit=submit), parts["B"], flags)
+    assert len(method.read_results()) == len(stored) + 2  # the best clip alone and the best humanline
 
 
 def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():

@@ -353,7 +353,7 @@ def run_part(pool, part: Part, flags: argparse.Namespace) -> None:
             if isinstance(job, Run) and not future.exception():
                 outcome = future.result()
                 try:
-                    real.check_paired(known, outcome)
+                    real.check_paired(part.stored(known), outcome)  # forms of one part are paired
                 except SystemExit as not_paired:
                     error = error or not_paired
                     continue
