@@ -477,6 +477,7 @@ def test_the_share_of_the_gap_has_an_honest_interval():
     assert 930 <= covered <= 970
     nothing = reproduce.share_of_gap(offline, offline + 0.1, offline + chance.normal(0, 0.1, 5))
     assert reproduce.show_share(nothing).endswith("[too few seeds to tell]")
+    assert reproduce.show_share([0.22, -89.7, 0.71]) == "22% [too few seeds to tell]"
     same = np.array([0.6, 0.5, 0.7])  # luck that all three share cancels in pairs alone
     paired, not_paired = (reproduce.share_of_gap(same, same + 0.1, same + 0.4, paired) for paired in (True, False))
     assert paired == pytest.approx([0.25, 0.25, 0.25])

@@ -98,7 +98,7 @@ def show_difference(found: dict | None) -> str:
 def show_share(share: list[float] | None) -> str:
     if not share:
         return ""
-    if math.isinf(share[1]):
+    if max(map(abs, share[1:])) > 10:
         return f"{share[0]:.0%} [too few seeds to tell]"
     return "{:.0%} [{:.0%}, {:.0%}]".format(*share)
 
