@@ -44,7 +44,7 @@ def planned_tests(name: str, reward) -> list[method.Run]:
 
 def test_tuning_comes_first_seed_by_seed():
     counts = {name: len(part.plan({})) for name, part in method.PARTS.items()}
-    assert counts == dict(A=13, B=6, C=8, D=2, E=11)
+    assert counts == dict(A=13, B=9, C=8, D=2, E=11)
     part = method.PARTS["A"]
     first = known_of(part, lambda *choice: 0.5, seeds=[101])
     assert part.plan({}) == list(first)
@@ -91,7 +91,7 @@ def test_a_part_with_all_three_forms_is_decided_by_its_best_settings_once_all_se
 def test_the_edge_is_tested_only_above_half_of_the_gap():
     assert planned_tests("B", lambda form, lr, k: 0.85) == []
     planned = planned_tests("B", lambda form, lr, k: 0.86 if k == 32 else 0.8)
-    assert {(run.form, run.k) for run in planned} == {("humanline", 32)}
+    assert {(run.form, run.k) for run in planned} == {("humanline", 32), ("plain", 0)}  # plain is the control
 
 
 def test_beta_1_is_tested_only_if_the_prediction_holds_in_tuning_or_plain_closes_half_of_the_gap():
@@ -192,7 +192,7 @@ def test_a_part_is_not_paired_with_the_same_seeds_of_another(tmp_path, monkeypat
 
     flags = SimpleNamespace(model="", rows=tmp_path, jobs=1)
     method.run_part(SimpleNamespace(submit=submit), parts["B"], flags)
-    assert len(method.read_results()) == len(stored) + 2  # the best clip alone and the best humanline
+    assert len(method.read_results()) == len(stored) + 3  # the best setting of each form
 
 
 def test_the_page_reads_every_stored_run_and_decides_when_all_seeds_are_there():
@@ -244,7 +244,7 @@ def test_runs_with_another_beta_stand_beside_those_with_the_usual_one_unpaired()
 
 
 @pytest.mark.parametrize("name, forms, of_real_py", [
-    ("B", "clip alone | humanline | plain | humanline, 1e-5, k 16 | online | humanline − clip alone",
+    ("B", "plain | clip alone | humanline | plain, 2e-5 | humanline, 1e-5, k 16 | online | clip alone − plain",
      "humanline | 1e-5, k 16 | 8 | 0.747 "),
     ("D", "plain, no ratio clip | plain | humanline | better completions alone | mask 0.1 | "
           "plain − plain, no ratio clip",

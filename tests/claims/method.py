@@ -19,7 +19,9 @@ A  DPO on *sentiment*, on test prompts of its own. Plain, humanline with k 1 and
    better k, which is 1. Online earns 0.999, and is not tuned further. Added before any online test run: these may be of
    another machine than the others, as they use no offline data.
 B  The edge of the grid: DPO on *checked*, clip alone, k 32, and k 16 at the rates that were not tried. A setting is
-   tested on seeds 1 to 8 only if its mean is above 0.856, half of the gap.
+   tested on seeds 1 to 8 only if its mean is above 0.856, half of the gap. Added before any test, when k 16 did best at
+   the lowest rate, 5e-6: one rate further, 2.5e-6, as real.py tunes; and a control, plain at these two rates, which
+   real.py did not try. Plain is tested if humanline is, whatever its mean.
 C  Does a sync help where plain is held back? DPO on *checked* with beta 1: plain, and humanline with k 1 and 4. The best
    setting of each is tested on seeds 1 to 4 if humanline's is the better one, as predicted. Added before the first of
    its runs: also if plain is above 0.856, because then what kept DPO from online was its beta. Added when 2e-5 was the
@@ -72,7 +74,8 @@ class Part:
     loss: str
     tuning: list[Choice]
     test_seeds: range
-    above: float = 0.0  # a form is tested if its best setting has a higher mean than this
+    above: float = 0.0  # a form is tested if its best setting has a higher mean than this,
+    control: str = ""  # except for this form, which is tested if another is
     better: tuple[str, str] | None = None  # nothing is tested unless the first form is better than the second,
     or_above: float = math.inf  # or the second has a higher mean than this
     beside: tuple[str, ...] = ()  # forms of real.py, in their best settings, to show with this part's
@@ -126,7 +129,10 @@ class Part:
             first, second = (self.mean(best[form], known) for form in self.better)
             if first <= second <= self.or_above:
                 return []
-        return [choice for choice in best.values() if self.mean(choice, known) > self.above]
+        found = {form: choice for form, choice in best.items() if self.mean(choice, known) > self.above}
+        if self.control and found:
+            found[self.control] = best[self.control]
+        return list(found.values())
 
     def plan(self, known: Known) -> list[Run]:
         """The runs that come next; none when all is done. Tuning runs that promise most come first, as they may make others
@@ -160,12 +166,14 @@ PARTS = {
         "checked",
         "dpo",
         [
+            *over("plain", (2.5e-6, 5e-6)),
             *over("clip alone", (1e-5, 2e-5)),
             *over("humanline", (1e-5, 2e-5), (32,)),
-            *over("humanline", (5e-6, 2e-5), (16,)),
+            *over("humanline", (2.5e-6, 5e-6, 2e-5), (16,)),
         ],
         range(1, 9),
         above=HALF_OF_GAP,
+        control="plain",
         beside=decide.COMPARED,
     ),
     "C": Part(
