@@ -790,7 +790,7 @@ def test_what_the_report_says_in_numbers_is_computed(everything):
         f"DPO closes {shares[0]:.0%} of the gap at step 32, and {shares[1]:.0%} at step 64",
         f"k {max(real.OTHER_KS)} (KTO) and the rate 8e-5 (plain GRPO and KTO) are the largest",
         f"On *checked*, lower ones do better in [tuning](method.md): plain reaches {at_lower['plain']:.2f}, humanline "
-        f"{at_lower[HUMANLINE]:.2f}, not yet tested",
+        f"{at_lower[HUMANLINE]:.2f} (test incomplete)",
         "1e-5 is the lowest with β 1",
         "less than 4% of the tokens", "out of [0.8, 1.2]", "From 8 nats on",
         "Nothing above 135 M parameters", "SmolLM2-135M", "SmolLM2", "pass@1", "temperature 1", "95% intervals",
