@@ -1258,7 +1258,7 @@ def can_share_prompts(policy: Module) -> bool:
     return False
 
 def choose_dtype(policy: Module, config: Config) -> str:
-    """--dtype; for `auto`, mixed on a GPU, and for large models on a CPU, where bf16 is faster than fp32."""
+    """--dtype; for `auto`, mixed on a GPU with bf16, and for large models on a CPU where bf16 is faster."""
     if config.dtype != "auto":
         return config.dtype
     if torch.cuda.is_available():
