@@ -21,7 +21,9 @@ A  DPO on *sentiment*, on test prompts of its own. Plain, humanline with k 1 and
 B  The edge of the grid: DPO on *checked*, clip alone, k 32, and k 16 at the rates that were not tried. A setting is
    tested on seeds 1 to 8 only if its mean is above 0.856, half of the gap. Added before any test, when k 16 did best at
    the lowest rate, 5e-6: one rate further, 2.5e-6, as real.py tunes; and a control, plain at these two rates, which
-   real.py did not try. Plain is tested if humanline is, whatever its mean.
+   real.py did not try. Plain is tested if humanline is, whatever its mean. Added when two of eight test seeds were
+   known: the decision is made anew with these settings, and with real.py's online runs, as these use no offline data.
+   It stands beside the decision of real.py, whose rule and grid were fixed beforehand and which stays the verdict.
 C  Does a sync help where plain is held back? DPO on *checked* with beta 1: plain, and humanline with k 1 and 4. The best
    setting of each is tested on seeds 1 to 4 if humanline's is the better one, as predicted. Added before the first of
    its runs: also if plain is above 0.856, because then what kept DPO from online was its beta. Added when 2e-5 was the
@@ -79,6 +81,7 @@ class Part:
     better: tuple[str, str] | None = None  # nothing is tested unless the first form is better than the second,
     or_above: float = math.inf  # or the second has a higher mean than this
     beside: tuple[str, ...] = ()  # forms of real.py, in their best settings, to show with this part's
+    about: str = ""  # what sets it apart from the other parts of its task and loss
 
     def run(self, choice: Choice, seed: int) -> Run:
         return Run(self.task, self.loss, *choice, seed)
@@ -95,6 +98,12 @@ class Part:
         seeds = *real.TUNING_SEEDS, *self.test_seeds
         runs = [real.Run(self.task, self.loss, form, *best[form], seed) for form in best for seed in seeds]
         return {run: known[run] for run in runs}
+
+    def online_beside(self) -> dict[int, dict]:
+        """Online's test runs of real.py by seed, where this part has plain and humanline at the usual beta, but not
+        online."""
+        is_without = self.tuning[0][0] == "plain"
+        return {run.seed: one for run, one in self.runs_beside().items() if is_without and run.is_online and run.is_test}
 
     def missing(self, choices: list[Choice], seeds, known: Known) -> list[Run]:
         runs = [self.run(choice, seed) for seed in seeds for choice in choices]
@@ -167,14 +176,15 @@ PARTS = {
         "dpo",
         [
             *over("plain", (2.5e-6, 5e-6)),
-            *over("clip alone", (1e-5, 2e-5)),
             *over("humanline", (1e-5, 2e-5), (32,)),
             *over("humanline", (2.5e-6, 5e-6, 2e-5), (16,)),
+            *over("clip alone", (1e-5, 2e-5)),
         ],
         range(1, 9),
         above=HALF_OF_GAP,
         control="plain",
         beside=decide.COMPARED,
+        about="lower rates",
     ),
     "C": Part(
         "checked",
@@ -188,13 +198,15 @@ PARTS = {
         better=("humanline, beta 1", "plain, beta 1"),
         or_above=HALF_OF_GAP,
         beside=decide.COMPARED,
+        about="beta 1",
     ),
     "D": Part(
         "checked",
         "grpo",
         over("plain, no ratio clip", (1e-5, 2e-5)),
         range(1, 4),
-        beside=("plain", "humanline", "better alone", real.MASK),
+        beside=("humanline", "plain", "better alone", real.MASK),
+        about="no ratio clip",
     ),
     "E": Part("sentiment", "kto", forms_on_sentiment(), range(1, 9)),
 }
@@ -228,7 +240,8 @@ def page(known: Known) -> str:
                 state += (f" Beside them, with the usual beta and on data from another machine: {forms} "
                           f"([page](real-{part.task}.md)).")
             tuning = tuning_table(beside | runs)
-            text += [f"## {name}: {part.loss.upper()} on *{part.task}*", state, tuning, *test_tables(part, runs, beside)]
+            title = f"{name}: {part.loss.upper()} on *{part.task}*{part.about and ', ' + part.about}"
+            text += [f"## {title}", state, tuning, *test_tables(part, runs, beside)]
     if ways(known):
         text += ["## On the way", "![reward against KL to the base, with the steps marked](method.png)", decide.ABOUT_PICTURE]
     return "\n\n".join(text) + "\n"
@@ -241,24 +254,29 @@ def show_devices(runs: Known) -> str:
     return " ".join(f"{what}: {'; '.join(sorted(names))}." for what, names in devices.items() if names)
 
 def ways(known: Known) -> list[decide.Way]:
-    """What the figure shows of each part with plain and humanline: the forms whose test is complete or, before these two
-    are, the tuning runs of the chosen settings."""
+    """What the figure shows of each part that tests plain and humanline: the forms whose test is complete or, before these
+    two are, the tuning runs of the chosen settings."""
     found = []
     for part in PARTS.values():
-        forms = list(dict.fromkeys(form for form, *_ in part.tuning))
         stored = part.stored(known)
-        if [form.split(",")[0] for form in forms[:2]] != ["plain", "humanline"] or not part.is_tuned(stored):
+        if not part.is_tuned(stored):
             continue
-        best = part.chosen(stored)
-        title = f"{part.loss.upper()}, SmolLM2, {part.task}{forms[0].removeprefix('plain')}"
+        best = {form: choice for form, *_ in part.tuning for choice in part.tested(stored) if choice[0] == form}
+        forms = list(best)
+        if [form.split(",")[0] for form in forms[:2]] != ["plain", "humanline"]:
+            continue
+        title = f"{part.loss.upper()}, {part.task}{part.about and ', ' + part.about}"
         seeds = part.test_seeds
         tested = [form for form in forms if not part.missing([best[form]], seeds, stored)]
-        if tested[:2] == forms[:2]:
+        is_tested = tested[:2] == forms[:2]
+        if is_tested:
             forms = tested
         else:
             seeds = real.TUNING_SEEDS
             title += ", tuning"
         runs = [{seed: stored[part.run(best[form], seed)] for seed in seeds} for form in forms]
+        if is_tested and (online := part.online_beside()):
+            forms, runs = [*forms, "online"], [*runs, online]
         found.append(decide.Way(title, [form.split(",")[0] for form in forms], *decide.on_the_way(runs)))
     return found
 
@@ -282,39 +300,47 @@ def tuning_table(runs: Known) -> str:
     return markdown("| tuning | lr, k | seeds | validation reward | KL to the base, nats | a sample |", rows)
 
 def test_tables(part: Part, runs: Known, beside: Known) -> list[str]:
-    """The test runs with those of real.py beside them, reward at equal KL, and for parts with plain, humanline and online
-    the decision."""
+    """The test runs with those of real.py beside them, the decision for parts with plain and humanline at the usual beta,
+    and reward at equal KL."""
     tests, others = (by_choice({run: some[run] for run in some if run.is_test}) for some in (runs, beside))
     if not tests:
         return []
     tests = {choice: tests[choice] for choice in part.tuning if choice in tests}
-    plain = next((outcomes for (form, *_), outcomes in tests.items() if form.startswith("plain")), {})
+    both = tests | others
+    first = next(iter(tests.values()))
+    names = [form for form, *_ in both]
     rows, forms = [], {}
-    for (form, *setting), outcomes in (tests | others).items():
-        common = sorted(outcomes.keys() & plain.keys())
-        ends = [np.array([some[seed]["test"]["reward"] for seed in common]) for some in (outcomes, plain)]
+    for (form, *setting), outcomes in both.items():
         measured = [estimate(one[model][what] for one in shown(outcomes.values()))
                     for model, what in (("test", "reward"), ("test", "kl"), ("best", "reward"), ("test", "greedy"))]
-        is_paired = (form, *setting) in tests and outcomes is not plain  # not with data from another machine
-        difference = show_difference(compare(*ends)) if common and is_paired else ""
-        name = show_form(form)
-        rows.append([name, show_settings(*setting), f"{len(outcomes)}", *map(show, measured), difference])
-        forms[name if name not in forms else f"{name}, {show_settings(*setting)}"] = outcomes
-    head = "| test | lr, k | seeds | reward, final | KL, final | reward, best | greedy | − plain |"
+        is_paired = (form, *setting) in tests  # not with data from another machine
+        common = sorted(outcomes.keys() & first.keys())
+        ends = [np.array([some[seed]["test"]["reward"] for seed in common]) for some in (outcomes, first)]
+        difference = compare(*ends, paired=is_paired) if common and outcomes is not first else None
+        name, settings = show_form(form), show_settings(*setting)
+        rows.append([name, settings, f"{len(outcomes)}", *map(show, measured), show_difference(difference)])
+        forms[name if names.count(form) == 1 else f"{name}, {settings}"] = outcomes
+    head = "| test | lr, k | seeds | reward, final | KL, final | reward, best | greedy | − the first row |"
     tables = [markdown(head, rows)]
     if len(forms) < 2 or any(len(outcomes) < len(part.test_seeds) for outcomes in tests.values()):
         return tables
-    steps, rewards, distances = decide.on_the_way(list(forms.values()))
-    if tuple(forms) == decide.COMPARED:
-        finals = tuple(np.array([forms[form][seed]["test"]["reward"] for seed in part.test_seeds]) for form in forms)
+    own = {form: outcomes for (form, *_), outcomes in tests.items()}
+    if online := part.online_beside():
+        own["online"] = online
+    if set(decide.COMPARED) <= own.keys():
+        three = [own[form] for form in decide.COMPARED]
+        finals = tuple(np.array([one[seed]["test"]["reward"] for seed in part.test_seeds]) for one in three)
+        steps, rewards, _ = decide.on_the_way(three)
         tables += [
+            "By the [rule](real-checked.md) that was fixed before the decision's runs:",
             decide.decision_table(decide.decide({part.loss: finals})),
             f"**The step at which all forms stop.** {decide.ABOUT_STEPS}",
             decide.share_table({part.loss: decide.shares_on_the_way(steps, rewards)}),
         ]
+    _, rewards, distances = decide.on_the_way(list(forms.values()))
     found = decide.equally_far(forms, rewards, distances)
-    first, second, *_ = forms
-    head = f"| KL to the base, nats | {' | '.join(forms)} | {second} − {first} |"
+    one, other, *_ = forms
+    head = f"| KL to the base, nats | {' | '.join(forms)} | {other} − {one} |"
     return [*tables, f"**How far a form travels.** {decide.ABOUT_DISTANCES}", markdown(head, decide.distance_rows(found))]
 
 def main() -> None:

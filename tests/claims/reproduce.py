@@ -929,7 +929,7 @@ def draw_ways(ways: list[decide.Way], path: Path) -> None:
         rewards, distances = (values[..., 1:] for values in (way.rewards, way.distances))  # from the first measurement on
         low = min(0.4, rewards.mean(1).min() - 0.05)
         axis.set(title=way.title, ylim=(low, 1.03), xlim=(0, np.percentile(distances, 97)))
-        axis.set_xlabel("KL to the base, nats a completion")
+        axis.set_xlabel("KL to the base, nats")
         marked = [j for j, step in enumerate(way.steps[1:]) if step % 16 == 0]
         for i, name in enumerate(way.forms):
             colour, means = COLOURS[name], (distances[i].mean(0), rewards[i].mean(0))
