@@ -99,12 +99,6 @@ class Part:
         runs = [real.Run(self.task, self.loss, form, *best[form], seed) for form in best for seed in seeds]
         return {run: known[run] for run in runs}
 
-    def online_beside(self) -> dict[int, dict]:
-        """Online's test runs of real.py by seed, where this part has plain and humanline at the usual beta, but not
-        online."""
-        is_without = self.tuning[0][0] == "plain"
-        return {run.seed: one for run, one in self.runs_beside().items() if is_without and run.is_online and run.is_test}
-
     def missing(self, choices: list[Choice], seeds, known: Known) -> list[Run]:
         runs = [self.run(choice, seed) for seed in seeds for choice in choices]
         return [run for run in runs if run not in known]
@@ -142,6 +136,20 @@ class Part:
         if self.control and found:
             found[self.control] = best[self.control]
         return list(found.values())
+
+    def compared(self, known: Known) -> decide.Compared | None:
+        """Plain, humanline and online in their best settings, to be decided as those of real.py; None before tuning is
+        complete, and in parts without plain and humanline at the usual beta. Where online is not a form of this part, its
+        runs are real.py's."""
+        stored = self.stored(known)
+        if not self.is_tuned(stored):
+            return None
+        settings = {form: setting for form, *setting in self.chosen(stored).values()}
+        online = {run: outcome for run, outcome in self.runs_beside().items() if run.is_online}
+        settings |= {run.form: [run.lr, run.k] for run in online}
+        if not set(decide.COMPARED) <= settings.keys():
+            return None
+        return decide.Compared(self.task, self.loss, stored | online, {form: settings[form] for form in decide.COMPARED})
 
     def plan(self, known: Known) -> list[Run]:
         """The runs that come next; none when all is done. Tuning runs that promise most come first, as they may make others
@@ -215,12 +223,10 @@ def read_results() -> Known:
     return experiments.read_results(PATH, Run)
 
 def compared(known: Known) -> Iterator[decide.Compared]:
-    """The parts that plain, humanline and online were tuned in, to be decided as those of real.py."""
+    """What the parts compare that plain, humanline and online were tuned in."""
     for part in PARTS.values():
-        stored = part.stored(known)
-        if {form for form, *_ in part.tuning} == set(decide.COMPARED) and part.is_tuned(stored):
-            settings = {form: setting for form, *setting in part.chosen(stored).values()}
-            yield decide.Compared(part.task, part.loss, stored, settings)
+        if {form for form, *_ in part.tuning} == set(decide.COMPARED) and (found := part.compared(known)):
+            yield found
 
 # ---------- The page ----------------------------------------------------------------------------------------
 
@@ -275,8 +281,9 @@ def ways(known: Known) -> list[decide.Way]:
             seeds = real.TUNING_SEEDS
             title += ", tuning"
         runs = [{seed: stored[part.run(best[form], seed)] for seed in seeds} for form in forms]
-        if is_tested and (online := part.online_beside()):
-            forms, runs = [*forms, "online"], [*runs, online]
+        three = part.compared(known)
+        if is_tested and "online" not in forms and three and decide.final_rewards(three):
+            forms, runs = [*forms, "online"], [*runs, three.tests["online"]]
         found.append(decide.Way(title, [form.split(",")[0] for form in forms], *decide.on_the_way(runs)))
     return found
 
@@ -324,13 +331,9 @@ def test_tables(part: Part, runs: Known, beside: Known) -> list[str]:
     tables = [markdown(head, rows)]
     if len(forms) < 2 or any(len(outcomes) < len(part.test_seeds) for outcomes in tests.values()):
         return tables
-    own = {form: outcomes for (form, *_), outcomes in tests.items()}
-    if online := part.online_beside():
-        own["online"] = online
-    if set(decide.COMPARED) <= own.keys():
-        three = [own[form] for form in decide.COMPARED]
-        finals = tuple(np.array([one[seed]["test"]["reward"] for seed in part.test_seeds]) for one in three)
-        steps, rewards, _ = decide.on_the_way(three)
+    three = part.compared(runs)
+    if three and (finals := decide.final_rewards(three)):
+        steps, rewards, _ = three.on_the_way()
         tables += [
             "By the [rule](real-checked.md) that was fixed before the decision's runs:",
             decide.decision_table(decide.decide({part.loss: finals})),
