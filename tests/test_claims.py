@@ -778,20 +778,22 @@ def test_what_the_report_says_in_numbers_is_computed(everything):
     at_highest = checked["grpo"].facts()
     assert checked["grpo"].settings["plain"][0] == checked["kto"].settings["plain"][0] == 8e-5
     assert checked["kto"].settings[HUMANLINE][1] == max(real.OTHER_KS) == 16
-    edge = method.PARTS["B"]
-    best = edge.chosen(everything.more)
-    at_lower = {form: edge.mean(best[form], everything.more) for form in ("plain", HUMANLINE)}
-    assert all(best[form][1] < checked["dpo"].settings[form][0] for form in at_lower) and edge.plan(everything.more)
+    at_lower = method.PARTS["B"].compared(everything.more)
+    gain, ends_at = at_lower.compare(HUMANLINE, "plain"), np.mean(at_lower.rewards("test", HUMANLINE))
+    assert gain["seeds"] == 8 and gain["p"] < 0.001
+    assert all(at_lower.settings[form][0] < checked["dpo"].settings[form][0] for form in ("plain", HUMANLINE))
+    assert at_lower.settings["plain"][0] == min(lr for _, lr, _ in method.PARTS["B"].tuning) == 2.5e-6
     said = [
         f"humanline ended {at_highest[HUMANLINE]['minus_plain']['mean']:.3f} above plain",
         f"closes {no_clip['sentiment']:.0%} of the gap on *sentiment*", f"and {no_clip['checked']:.0%} on *checked*",
         f"DPO closed {decisions['dpo']['share'][0]:.0%}; KTO ended below plain",
         f"differ by chance by {min(errors):.2f} to {max(errors):.2f}",
-        f"DPO closes {shares[0]:.0%} of the gap at step 32, and {shares[1]:.0%} at step 64",
+        f"humanline closes {shares[0]:.0%} of the gap at step 32, and {shares[1]:.0%} at step 64",
+        f"except DPO on *checked* at lower rates, by {gain['mean']:.3f}",
+        f"humanline ends at {ends_at:.3f}, {gain['mean']:.3f} ± {gain['high'] - gain['mean']:.3f} above plain",
+        f"It closes {at_lower.share('test', HUMANLINE)[0]:.0%} of the gap",
         f"k {max(real.OTHER_KS)} (KTO) and the rate 8e-5 (plain GRPO and KTO) are the largest",
-        f"On *checked*, lower ones do better in [tuning](method.md): plain reaches {at_lower['plain']:.2f}, humanline "
-        f"{at_lower[HUMANLINE]:.2f} (test incomplete)",
-        "1e-5 is the lowest with β 1",
+        "2.5e-6, and 1e-5 with β 1, the lowest (plain DPO)",
         "less than 4% of the tokens", "out of [0.8, 1.2]", "From 8 nats on",
         "Nothing above 135 M parameters", "SmolLM2-135M", "SmolLM2", "pass@1", "temperature 1", "95% intervals",
         "at 8B", "in bf16", "the ratio back to 1",
@@ -805,6 +807,7 @@ def test_what_the_report_says_in_numbers_is_computed(everything):
     dpo, kto = ([ends[loss, tuned.name] for tuned in everything.tasks[1:]] for loss in decide.DECIDED)
     (at_best, at_1, at_01), (synced_best, synced, _), (_, _, online) = at_beta_1(everything).values()
     part = method.PARTS["C"]
+    assert abs(ends_at - at_1) < 0.02  # humanline at lower rates comes as far as plain at beta 1
     assert at_best[0] == synced_best[0] == min(lr for _, lr, _ in part.tuning) == 1e-5
     early = {form: np.mean([outcome["best"]["reward"] for run, outcome in part.stored(everything.more).items()
                             if run.form == f"{form}, beta 1" and run.is_test]) for form in ("plain", HUMANLINE)}
@@ -814,8 +817,7 @@ def test_what_the_report_says_in_numbers_is_computed(everything):
     said += [
         "All of this is at β 0.1", "we tuned β 1 and 10", "online only at 0.1",
         f"β 1 lifts plain DPO from {at_01:.3f} to {at_1:.3f}, {(at_1 - at_01) / (online - at_01):.0%} of the way to online",
-        f"Humanline's best step earns {early[HUMANLINE]:.3f}, plain's {early['plain']:.3f}",
-        f"humanline then falls to {synced:.3f}",
+        f"At β 1 its best step earns {early[HUMANLINE]:.3f}, plain's {early['plain']:.3f}; it then falls to {synced:.3f}",
         f"plain KTO ends at {kto[0][1]} and {kto[1][1]}", f"plain DPO at {dpo[0][1]} and {dpo[1][1]}",
         f"against {dpo[0][0]} and {dpo[1][0]}",
         f"DPO on long sums with β 10, by {gain['mean']:.3f} ± {gain['high'] - gain['mean']:.3f}",
