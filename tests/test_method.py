@@ -44,7 +44,7 @@ def planned_tests(name: str, reward) -> list[method.Run]:
 
 def test_tuning_comes_first_seed_by_seed():
     counts = {name: len(part.plan({})) for name, part in method.PARTS.items()}
-    assert counts == dict(A=13, B=9, C=8, D=2, E=11)
+    assert counts == dict(A=13, B=10, C=8, D=3, E=11)
     part = method.PARTS["A"]
     first = known_of(part, lambda *choice: 0.5, seeds=[101])
     assert part.plan({}) == list(first)
@@ -179,7 +179,8 @@ def test_a_run_on_another_machine_ends_the_script_once_the_others_are_stored(tmp
 def test_a_part_is_not_paired_with_the_same_seeds_of_another(tmp_path, monkeypatch):
     monkeypatch.setattr(method, "PATH", tmp_path / "method.jsonl")
     (tmp_path / "checked-1.jsonl").touch()
-    parts = {name: dataclasses.replace(method.PARTS[name], test_seeds=range(1, 2)) for name in "BC"}
+    one_seed = dict(test_seeds=range(1, 2), more_seeds=range(0))
+    parts = {name: dataclasses.replace(method.PARTS[name], **one_seed) for name in "BC"}
     stored = [parts["C"].run(("plain, beta 1", 1e-5, 0), 1),
               *(parts["B"].run(choice, seed) for choice in parts["B"].tuning for seed in (101, 102))]
     lines = [pretend_outcome(run) | dict(device="CPU A", validation=[0.1, 0.9]) for run in stored]
@@ -245,8 +246,8 @@ def test_runs_with_another_beta_stand_beside_those_with_the_usual_one_unpaired()
 
 
 @pytest.mark.parametrize("name, forms, of_real_py", [
-    ("B", "plain, 2.5e-6 | humanline, 2.5e-6, k 16 | plain, 2e-5 | humanline, 1e-5, k 16 | online | "
-          "humanline, 2.5e-6, k 16 − plain, 2.5e-6",
+    ("B", "plain, 1.25e-6 | humanline, 2.5e-6, k 16 | plain, 2e-5 | humanline, 1e-5, k 16 | online | "
+          "humanline, 2.5e-6, k 16 − plain, 1.25e-6",
      "humanline | 1e-5, k 16 | 8 | 0.747 "),
     ("D", "plain, no ratio clip | humanline | plain | better completions alone | mask 0.1 | "
           "humanline − plain, no ratio clip",
@@ -267,6 +268,17 @@ def test_runs_of_real_py_stand_beside_the_edge_and_the_control_of_grpo(name, for
     if name == "B":  # decided anew, with the online runs of real.py
         assert "| DPO | 8 | +0.095 ± 0.002 | 0% [0%, 0%] | 0.01 | " in text and "| **not here** |" in text
         assert ways == [("DPO, checked, lower rates", list(decide.COMPARED))]
+        more = part.plan(known)
+        assert {run.seed for run in more} == set(real.MORE_SEEDS) and len(more) == 2 * 8
+        known |= {run: dict(outcome) for run in more[:3]}
+        text = method.page(known)
+        assert "| DPO | 8 | " in text and "which count once all of them are there: 3." in text
+        assert [way.rewards.shape[1] for way in method.ways(known)] == [8]
+        known |= {run: dict(outcome) for run in more}
+        text = method.page(known)
+        assert "| DPO | 16 | +0.09" in text and "Complete." in text and part.plan(known) == []
+        assert [way.rewards.shape[1] for way in method.ways(known)] == [16]
+        assert all("is_shown" in outcome for outcome in known.values())
     else:
         assert "share of the gap" not in text and ways == []
 

@@ -24,11 +24,14 @@ B  The edge of the grid: DPO on *checked*, clip alone, k 32, and k 16 at the rat
    real.py did not try. Plain is tested if humanline is, whatever its mean. Added when two of eight test seeds were
    known: the decision is made anew with these settings, and with real.py's online runs, as these use no offline data.
    It stands beside the decision of real.py, whose rule and grid were fixed beforehand and which stays the verdict.
+   Added when six of eight test seeds were known, all with humanline ahead: plain one rate further, 1.25e-6, as its
+   best rate was the lowest. Added when the rule had not decided on eight seeds: its eight more, 9 to 16.
 C  Does a sync help where plain is held back? DPO on *checked* with beta 1: plain, and humanline with k 1 and 4. The best
    setting of each is tested on seeds 1 to 4 if humanline's is the better one, as predicted. Added before the first of
    its runs: also if plain is above 0.856, because then what kept DPO from online was its beta. Added when 2e-5 was the
    best rate, at the edge of the grid: 1e-5 for plain and for k 4, as real.py tunes.
-D  GRPO's control on *checked*: plain without GRPO's ratio clip. The better rate is tested on seeds 1 to 3.
+D  GRPO's control on *checked*: plain without GRPO's ratio clip. The better rate is tested on seeds 1 to 3. Added before
+   any test, when the higher rate did better on seed 101: one rate further, 4e-5, as real.py tunes.
 E  As A, for KTO.
 """
 
@@ -76,6 +79,7 @@ class Part:
     loss: str
     tuning: list[Choice]
     test_seeds: range
+    more_seeds: range = range(0)  # tested last; they count once all of them are there, so nothing is judged on the way
     above: float = 0.0  # a form is tested if its best setting has a higher mean than this,
     control: str = ""  # except for this form, which is tested if another is
     better: tuple[str, str] | None = None  # nothing is tested unless the first form is better than the second,
@@ -86,17 +90,20 @@ class Part:
     def run(self, choice: Choice, seed: int) -> Run:
         return Run(self.task, self.loss, *choice, seed)
 
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return *real.TUNING_SEEDS, *self.test_seeds, *self.more_seeds
+
     def stored(self, known: Known) -> Known:
         """The stored runs of this part."""
-        asked = {self.run(choice, seed) for choice in self.tuning for seed in (*real.TUNING_SEEDS, *self.test_seeds)}
+        asked = {self.run(choice, seed) for choice in self.tuning for seed in self.seeds}
         return {run: outcome for run, outcome in known.items() if run in asked}
 
     def runs_beside(self) -> Known:
         """The runs of real.py that this part's stand beside."""
         known = real.read_results(PATH.with_name(f"real-{self.task}.jsonl")) if self.beside else {}
         best = {form: real.ranked(self.task, self.loss, form, known)[0] for form in self.beside}
-        seeds = *real.TUNING_SEEDS, *self.test_seeds
-        runs = [real.Run(self.task, self.loss, form, *best[form], seed) for form in best for seed in seeds]
+        runs = [real.Run(self.task, self.loss, form, *best[form], seed) for form in best for seed in self.seeds]
         return {run: known[run] for run in runs}
 
     def missing(self, choices: list[Choice], seeds, known: Known) -> list[Run]:
@@ -151,6 +158,11 @@ class Part:
             return None
         return decide.Compared(self.task, self.loss, stored | online, {form: settings[form] for form in decide.COMPARED})
 
+    def counted(self, known: Known) -> list[int]:
+        """The test seeds that count."""
+        is_complete = self.is_tuned(known) and not self.missing(self.tested(known), self.more_seeds, known)
+        return [*self.test_seeds, *(self.more_seeds if is_complete else ())]
+
     def plan(self, known: Known) -> list[Run]:
         """The runs that come next; none when all is done. Tuning runs that promise most come first, as they may make others
         needless. Online runs come last: they take twice as long, and humanline − plain does not need them."""
@@ -159,7 +171,8 @@ class Part:
             if wave := self.missing(contenders, [seed], known):
                 break
         else:
-            wave = self.missing(self.tested(known), self.test_seeds, known)
+            tested = self.tested(known)
+            wave = self.missing(tested, self.test_seeds, known) or self.missing(tested, self.more_seeds, known)
         return sorted(wave, key=lambda run: run.is_online)
 
 def forms_on_sentiment(plain: Sequence[Choice] = (), humanline: Sequence[Choice] = ()) -> list[Choice]:
@@ -183,12 +196,13 @@ PARTS = {
         "checked",
         "dpo",
         [
-            *over("plain", (2.5e-6, 5e-6)),
+            *over("plain", (1.25e-6, 2.5e-6, 5e-6)),
             *over("humanline", (1e-5, 2e-5), (32,)),
             *over("humanline", (2.5e-6, 5e-6, 2e-5), (16,)),
             *over("clip alone", (1e-5, 2e-5)),
         ],
         range(1, 9),
+        real.MORE_SEEDS,
         above=HALF_OF_GAP,
         control="plain",
         beside=decide.COMPARED,
@@ -211,7 +225,7 @@ PARTS = {
     "D": Part(
         "checked",
         "grpo",
-        over("plain, no ratio clip", (1e-5, 2e-5)),
+        over("plain, no ratio clip", (1e-5, 2e-5, 4e-5)),
         range(1, 4),
         beside=("humanline", "plain", "better alone", real.MASK),
         about="no ratio clip",
@@ -241,6 +255,9 @@ def page(known: Known) -> str:
             missing = len(part.plan(known))
             state = f"Incomplete; runs that come next: {missing}." if missing else "Complete."
             state += f" {show_devices(runs)}"
+            counted = part.counted(runs)
+            if waiting := shown(one for run, one in runs.items() if run.is_test and run.seed not in counted):
+                state += f" Stored runs of more seeds, which count once all of them are there: {len(waiting)}."
             if beside := part.runs_beside():
                 forms = ", ".join(map(show_form, part.beside))
                 state += (f" Beside them, with the usual beta and on data from another machine: {forms} "
@@ -272,7 +289,7 @@ def ways(known: Known) -> list[decide.Way]:
         if [form.split(",")[0] for form in forms[:2]] != ["plain", "humanline"]:
             continue
         title = f"{part.loss.upper()}, {part.task}{part.about and ', ' + part.about}"
-        seeds = part.test_seeds
+        seeds = part.counted(stored)
         tested = [form for form in forms if not part.missing([best[form]], seeds, stored)]
         is_tested = tested[:2] == forms[:2]
         if is_tested:
@@ -309,7 +326,8 @@ def tuning_table(runs: Known) -> str:
 def test_tables(part: Part, runs: Known, beside: Known) -> list[str]:
     """The test runs with those of real.py beside them, the decision for parts with plain and humanline at the usual beta,
     and reward at equal KL."""
-    tests, others = (by_choice({run: some[run] for run in some if run.is_test}) for some in (runs, beside))
+    seeds = part.counted(runs)
+    tests, others = (by_choice({run: some[run] for run in some if run.seed in seeds}) for some in (runs, beside))
     if not tests:
         return []
     tests = {choice: tests[choice] for choice in part.tuning if choice in tests}
@@ -329,7 +347,7 @@ def test_tables(part: Part, runs: Known, beside: Known) -> list[str]:
         forms[name if names.count(form) == 1 else f"{name}, {settings}"] = outcomes
     head = "| test | lr, k | seeds | reward, final | KL, final | reward, best | greedy | − the first row |"
     tables = [markdown(head, rows)]
-    if len(forms) < 2 or any(len(outcomes) < len(part.test_seeds) for outcomes in tests.values()):
+    if len(forms) < 2 or any(len(outcomes) < len(seeds) for outcomes in tests.values()):
         return tables
     three = part.compared(runs)
     if three and (finals := decide.final_rewards(three)):
