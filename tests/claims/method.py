@@ -260,8 +260,7 @@ def page(known: Known) -> str:
                 state += f" Stored runs of more seeds, which count once all of them are there: {len(waiting)}."
             if beside := part.runs_beside():
                 forms = ", ".join(map(show_form, part.beside))
-                state += (f" Beside them, with the usual beta and on data from another machine: {forms} "
-                          f"([page](real-{part.task}.md)).")
+                state += f" Beside them, on data from another machine: {forms} ([page](real-{part.task}.md))."
             tuning = tuning_table(beside | runs)
             title = f"{name}: {part.loss.upper()} on *{part.task}*{part.about and ', ' + part.about}"
             text += [f"## {title}", state, tuning, *test_tables(part, runs, beside)]
