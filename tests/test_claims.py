@@ -822,7 +822,7 @@ def test_what_the_report_says_in_numbers_is_computed(everything):
     said += [
         "All of this is at β 0.1", "we tuned β 1 and 10", "online only at 0.1",
         f"β 1 lifts plain DPO from {at_01:.3f} to {at_1:.3f}, {(at_1 - at_01) / (online - at_01):.0%} of the way to online",
-        f"At β 1 its best step earns {early[HUMANLINE]:.3f}, plain's {early['plain']:.3f}; it then falls to {synced:.3f}",
+        f"At β 1 humanline's best step earns {early[HUMANLINE]:.3f}, plain's {early['plain']:.3f}; it then falls to {synced:.3f}",
         f"plain KTO ends at {kto[0][1]} and {kto[1][1]}", f"plain DPO at {dpo[0][1]} and {dpo[1][1]}",
         f"against {dpo[0][0]} and {dpo[1][0]}",
         f"DPO on long sums with β 10, by {gain['mean']:.3f} ± {gain['high'] - gain['mean']:.3f}",
