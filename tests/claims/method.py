@@ -283,7 +283,7 @@ def ways(known: Known) -> list[decide.Way]:
         stored = part.stored(known)
         if not part.is_tuned(stored):
             continue
-        best = {form: choice for form, *_ in part.tuning for choice in part.tested(stored) if choice[0] == form}
+        best = {choice[0]: choice for choice in sorted(part.tested(stored), key=part.tuning.index)}
         forms = list(best)
         if [form.split(",")[0] for form in forms[:2]] != ["plain", "humanline"]:
             continue
@@ -352,7 +352,7 @@ def test_tables(part: Part, runs: Known, beside: Known) -> list[str]:
     if three and (finals := decide.final_rewards(three)):
         steps, rewards, _ = three.on_the_way()
         tables += [
-            "By the [rule](real-checked.md) that was fixed before the decision's runs:",
+            "The decision, by the [rule](real-checked.md) of the main test:",
             decide.decision_table(decide.decide({part.loss: finals})),
             f"**The step at which all forms stop.** {decide.ABOUT_STEPS}",
             decide.share_table({part.loss: decide.shares_on_the_way(steps, rewards)}),
