@@ -735,6 +735,12 @@ def test_the_rates_of_the_readme_are_those_tuned_here(everything):
         assert (float(lr), *map(int, form.split()[1:])) == (tuned if tuned[1] else tuned[:1])
 
 
+def test_the_readme_gives_what_grpo_gains_without_its_ratio_clip(everything):
+    shares = [forms[NO_CLIP][0] for (loss, _), forms in everything.shares().items() if loss == "grpo"]
+    said = f"Plain GRPO without its ratio clip (`--epsilon 1000`) closes {min(shares):.0%} to {max(shares):.0%} of it"
+    assert len(shares) == 5 and said in " ".join((ROOT / "README.md").read_text().split())
+
+
 def at_beta_1(everything):
     """DPO on checked, by form: the best setting at beta 1, and the mean test reward there and at 0.1."""
     part, known = method.PARTS["C"], everything.more
