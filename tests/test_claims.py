@@ -790,7 +790,8 @@ def test_what_the_report_says_in_numbers_is_computed(everything):
     assert checked["kto"].settings[HUMANLINE][1] == max(real.OTHER_KS) == 16
     at_lower = method.PARTS["B"].compared(everything.more)
     gain, ends_at = at_lower.compare(HUMANLINE, "plain"), np.mean(at_lower.rewards("test", HUMANLINE))
-    assert gain["seeds"] == 8 and gain["p"] < 0.001
+    assert gain["seeds"] == 16 and gain["p"] < 0.001
+    assert decide.decide({"dpo": decide.final_rewards(at_lower)})["dpo"]["outcome"] == decide.NOT_HERE
     assert all(at_lower.settings[form][0] < checked["dpo"].settings[form][0] for form in ("plain", HUMANLINE))
     said = [
         f"humanline ended {at_highest[HUMANLINE]['minus_plain']['mean']:.3f} above plain",
