@@ -32,7 +32,8 @@ C  Does a sync help where plain is held back? DPO on *checked* with beta 1: plai
    best rate, at the edge of the grid: 1e-5 for plain and for k 4, as real.py tunes.
 D  GRPO's control on *checked*: plain without GRPO's ratio clip. The better rate is tested on seeds 1 to 3. Added before
    any test, when the higher rate did better on seed 101: one rate further, 4e-5, as real.py tunes.
-E  As A, for KTO.
+E  As A, for KTO. Added before its first run had ended: as with A, once plain and humanline are tested on all eight seeds
+   their difference takes the place of the first experiment's, which was tuned on the test's prompts, in the verdicts.
 """
 
 import argparse
