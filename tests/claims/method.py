@@ -31,7 +31,9 @@ C  Does a sync help where plain is held back? DPO on *checked* with beta 1: plai
    its runs: also if plain is above 0.856, because then what kept DPO from online was its beta. Added when 2e-5 was the
    best rate, at the edge of the grid: 1e-5 for plain and for k 4, as real.py tunes.
 D  GRPO's control on *checked*: plain without GRPO's ratio clip. The better rate is tested on seeds 1 to 3. Added before
-   any test, when the higher rate did better on seed 101: one rate further, 4e-5, as real.py tunes.
+   any test, when the higher rate did better on seed 101: one rate further, 4e-5, as real.py tunes. Added when that test
+   was known: the sync alone without the ratio clip, tuned over more settings than plain, and tested on the same data. If
+   a sync helps GRPO by renewing the ratio clip, as the small tasks say, it adds nothing here.
 E  As A, for KTO. Added before its first run had ended: as with A, once plain and humanline are tested on all eight seeds
    their difference takes the place of the first experiment's, which was tuned on the test's prompts, in the verdicts.
 """
@@ -226,7 +228,11 @@ PARTS = {
     "D": Part(
         "checked",
         "grpo",
-        over("plain, no ratio clip", (1e-5, 2e-5, 4e-5)),
+        [
+            *over("plain, no ratio clip", (1e-5, 2e-5, 4e-5)),
+            *over("sync alone, no ratio clip", (5e-6, 1e-5, 2e-5), (4,)),
+            *over("sync alone, no ratio clip", (1e-5, 2e-5), (16,)),
+        ],
         range(1, 4),
         beside=("humanline", "plain", "better alone", real.MASK),
         about="no ratio clip",
