@@ -249,8 +249,8 @@ def test_runs_with_another_beta_stand_beside_those_with_the_usual_one_unpaired()
     ("B", "plain, 1.25e-6 | humanline, 2.5e-6, k 16 | plain, 2e-5 | humanline, 1e-5, k 16 | online | "
           "humanline, 2.5e-6, k 16 − plain, 1.25e-6",
      "humanline | 1e-5, k 16 | 8 | 0.747 "),
-    ("D", "plain, no ratio clip | sync alone, no ratio clip | humanline | plain | better completions alone | mask 0.1 | "
-          "sync alone, no ratio clip − plain, no ratio clip",
+    ("D", "plain, no ratio clip | sync alone, no ratio clip | humanline | plain | better completions alone | "
+          "mask 0.1 | sync alone, no ratio clip − plain, no ratio clip",
      "better completions alone | 8e-5 | 3 | 0.697 "),
 ])
 def test_runs_of_real_py_stand_beside_the_edge_and_the_control_of_grpo(name, forms, of_real_py):
