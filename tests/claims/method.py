@@ -231,8 +231,7 @@ PARTS = {
         "grpo",
         [
             *over("plain, no ratio clip", (1e-5, 2e-5, 4e-5)),
-            *over("sync alone, no ratio clip", (5e-6, 1e-5, 2e-5), (4,)),
-            *over("sync alone, no ratio clip", (5e-6, 1e-5, 2e-5), (16,)),
+            *over("sync alone, no ratio clip", (5e-6, 1e-5, 2e-5), (4, 16)),
         ],
         range(1, 4),
         beside=("humanline", "plain", "better alone", real.MASK),

@@ -731,7 +731,7 @@ def answers(
         (
             "DPO and KTO: offline with humanline matches online", decide.NOT_HERE,
             f"DPO closes {decisions['dpo']['share'][0]:.0%} of the gap on *checked*, {share[0]:.0%} at lower rates",
-            f"sure, also at [lower rates](method.md); DPO ended below online on {below['dpo']} tasks, KTO on {below['kto']}",
+            f"sure, for DPO also at [lower rates](method.md); DPO ended below online on {below['dpo']} tasks, KTO on {below['kto']}",
             "real-checked.md",
         ),
         (
